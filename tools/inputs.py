@@ -1,0 +1,91 @@
+"""What a user hands in: flags, a model, data, prompts. Each is checked, and what is wrong ends in one clear line."""
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from datasets import load_dataset
+from huggingface_hub import snapshot_download
+from tqdm import tqdm
+from transformers import AutoConfig
+from transformers.hf_argparser import HfArgumentParser
+
+FAMILIES = ("qwen2", "qwen3", "llama")      # Qwen2.5 is a qwen2
+
+
+class UserError(Exception):
+    """Something that the user can mend: `main` prints its one line, without a traceback, and exits with code 2."""
+
+
+class JSON(dict):
+    """The type of a flag whose value is a JSON object."""
+
+    def __init__(self, *text, **items):
+        super().__init__(*(json.loads(part) if isinstance(part, str) else part for part in text), **items)
+
+
+def parse_flags(config_class, tiny: dict, arguments: list[str]):
+    """Flags to an instance of a dataclass; `tiny` gives other defaults where there is neither a GPU nor a --model.
+
+    Raises UserError, with argparse's own sentence for an unknown flag or a wrong type.
+    """
+    def raise_user_error(message: str):
+        raise UserError(message)
+
+    parser = HfArgumentParser(config_class, allow_abbrev=False)
+    parser.error = raise_user_error
+    if not torch.cuda.is_available() and not any(argument.split("=")[0] == "--model" for argument in arguments):
+        parser.set_defaults(**tiny)
+    return config_class(**vars(parser.parse_args(arguments)))
+
+
+def find_model(name: str) -> tuple[str, AutoConfig]:
+    """A model's folder, fetched from the Hub if it is none, and its config. Raises UserError for other families."""
+    try:
+        path = name if Path(name).is_dir() else snapshot_download(
+            name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"])
+        config = AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise UserError(f"--model {name} is neither a model folder nor on the Hub: {brief(error)}") from error
+    if config.model_type not in FAMILIES:
+        raise UserError(f"--model {name} is a {config.model_type}; it must be one of {', '.join(FAMILIES)}")
+    if not list(Path(path).glob("*.safetensors")):
+        raise UserError(f"--model {name} has no weights: no *.safetensors in {path}")
+    return path, config
+
+
+def load_rows(source: str):
+    """Rows of "file[:split]" or "owner/name[/config][:split]"; a split may be a slice, such as train[:100].
+
+    A file is .jsonl, .json or .parquet. Raises UserError where nothing can be read.
+    """
+    name, _, split = source.partition(":")
+    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+    owner, _, rest = name.partition("/")
+    repository, _, config = rest.partition("/")
+    try:
+        if kind:
+            rows = load_dataset(kind, data_files=name, split=split or "train")
+        else:
+            rows = load_dataset(f"{owner}/{repository}", config or None, split=split or "train")
+    except Exception as error:
+        raise UserError(f"--data {source} cannot be read, or is empty: {brief(error)}") from error
+    if len(rows) == 0:
+        raise UserError(f"--data {source} has no rows")
+    return rows
+
+
+def check_prompts(datasets: list, encode, room: int):
+    """Raises UserError for a prompt of over `room` tokens; `encode(sample)` gives its ids [T]. Ranks share the work."""
+    for dataset in datasets:
+        mine = range(dist.get_rank(), len(dataset), dist.get_world_size())
+        for index in tqdm(mine, desc="checking prompts", leave=False, disable=None, delay=2):
+            length = len(encode(dataset[index]))
+            if length > room:
+                raise UserError(f"--data {dataset.source}: the prompt of row {index} has {length} tokens; the model's "
+                                f"context less --max_new_tokens leaves room for {room}")
+
+
+def brief(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

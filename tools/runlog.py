@@ -1,0 +1,115 @@
+"""What a run leaves in its folder: config.json, the train.py it ran, metrics.jsonl, samples.jsonl, curve.png, model/.
+
+`train.py` writes through it, on rank 0. It knows nothing of training but the names of metrics.
+"""
+import json
+import os
+import shutil
+from pathlib import Path
+from statistics import fmean
+
+from tqdm import tqdm
+
+from tools.curve import draw
+
+# In a step's line, in this order; the reward's own metrics follow.
+SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", "grad_norm": ".2f",
+         "clip_fraction": ".3f",
+         "logprob_diff": ".0e", "response_length": ".0f", "truncated": ".2f", "time_step": ".1f"}
+
+
+def say(text: str):
+    """The only place that prints."""
+    tqdm.write(text)
+
+
+class RunLog:
+    """Writes one run to `config["output_dir"]` and to the screen; with enabled=False, on the other ranks, nothing."""
+
+    def __init__(self, config: dict, source: str, tokenizer, enabled: bool):
+        self.enabled, self.tokenizer, self.folder = enabled, tokenizer, Path(config["output_dir"])
+        if not enabled:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        shutil.copy(source, self.folder / "train.py")
+        self.metrics = (self.folder / "metrics.jsonl").open("w")
+        self.samples = (self.folder / "samples.jsonl").open("w")
+        self.wandb = start_wandb(config)
+        say(f"{config['model']} learns {config['data']}; all of this run is in {self.folder}")
+
+    def write(self, step: int, metrics: dict[str, float], samples: list):
+        """Adds a step: its line on the screen, its object in metrics.jsonl, its samples; of the first, one in full."""
+        if not self.enabled or not (metrics or samples):
+            return
+        habits = dict(sorted(averages(sample.metrics for sample in samples).items()))
+        record = {"step": step} | (summary(samples) if samples else {}) | metrics | habits
+        if step == 1:
+            say(f"\n{marked(samples[0], self.tokenizer)}\n\n(the first sample, with a reward of {samples[0].reward:g}; "
+                "the tokens in « » are trained)\n")
+        shown = {name: format(record[name], form) for name, form in SHOWN.items() if name in record}
+        shown |= {name: format(value, ".2f") for name, value in habits.items()}
+        say(f"step {step} | " + " | ".join(f"{name} {text}" for name, text in shown.items()))
+        self.metrics.write(json.dumps(record) + "\n")
+        self.metrics.flush()
+        for sample in samples:
+            self.samples.write(json.dumps({"step": step} | vars(sample), default=str) + "\n")
+        self.samples.flush()
+        if self.wandb:
+            self.wandb.log(record, step=step)
+
+    def close(self, model: Path):
+        """Completes the model's folder, which has its weights, and draws the curve."""
+        if not self.enabled:
+            return
+        self.tokenizer.save_pretrained(model)
+        stops = Path(self.tokenizer.name_or_path) / "generation_config.json"     # its stop tokens
+        if stops.exists():
+            shutil.copy(stops, model)
+        self.metrics.close()
+        self.samples.close()
+        draw([self.folder], self.folder / "curve.png")
+        if self.wandb:
+            self.wandb.finish()
+        say(f"done: {model} is a Hugging Face model; {self.folder / 'curve.png'} shows how it learned")
+
+
+def summary(samples: list) -> dict[str, float]:
+    """What the samples of a step have in common: means, and the number of tokens that were processed."""
+    return {"reward": fmean(sample.reward for sample in samples),
+            "response_length": fmean(sum(sample.mask) for sample in samples),
+            "truncated": fmean(sample.truncated for sample in samples),
+            "tokens": sum(len(sample.ids) for sample in samples)}
+
+
+def averages(records) -> dict[str, float]:
+    """The mean of each number over the records that have it."""
+    values = {}
+    for record in records:
+        for name, value in record.items():
+            values.setdefault(name, []).append(value)
+    return {name: fmean(of_name) for name, of_name in values.items()}
+
+
+def marked(sample, tokenizer) -> str:
+    """The whole text of a sample, special tokens too, with the runs of trained tokens in « »."""
+    text, start = "", 0
+    for end in range(1, len(sample.ids) + 1):
+        if end == len(sample.ids) or sample.mask[end] != sample.mask[start]:
+            run = tokenizer.decode(sample.ids[start:end])
+            text += f"«{run}»" if sample.mask[start] else run
+            start = end
+    return text
+
+
+def start_wandb(config: dict):
+    """A wandb run, or None; never asks. "auto" is online for who is logged in, and off for everyone else."""
+    mode = config["wandb"]
+    if mode == "off":
+        return None
+    os.environ.setdefault("WANDB_SILENT", "true")
+    import wandb        # slow to import: only where it is used
+    if mode == "auto" and not wandb.login(prompt=False):
+        return None
+    mode = "online" if mode == "auto" else mode
+    return wandb.init(project="grpo", config=config, dir=config["output_dir"], mode=mode)

@@ -1,0 +1,648 @@
+"""GRPO in one file: train a Qwen model by reinforcement learning with verifiable rewards.
+
+Each step samples a group of G completions of every prompt, rewards each with a number r, and raises the probability of
+those that beat their own group (DeepSeekMath, arXiv:2402.03300):
+
+    A_i    = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                       one advantage a completion, no critic
+    rho_t  = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)                    one ratio a token
+    loss   = - sum_t w_t min(rho_t A, clip(rho_t, 1 - low, 1 + high) A)   w_t: how --algo weighs a token
+
+Unlike the paper, on purpose: no KL term, so no reference model; sampling by the newest weights, which are pushed into
+the engine after every step; counts over all ranks in w_t, so that neither ranks nor micro-batches change a gradient.
+
+    torchrun --standalone --nproc_per_node=4 train.py             # four GPUs: Qwen2.5-3B-Instruct learns countdown
+    torchrun --standalone --nproc_per_node=2 train.py             # no GPU: a tiny Qwen learns it within three minutes
+    torchrun --standalone --nproc_per_node=4 train.py --model Qwen/Qwen3-1.7B --data openai/gsm8k/main --algo dr_grpo
+
+Part I is the algorithm; for a task of your own edit `__getitem__` and `reward_fn` in section 2. Part II is the machine:
+skip it on a first reading. Part III is the loop, and the place to start.
+Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens, N trained tokens, V vocabulary.
+"""
+import asyncio
+import inspect
+import logging
+import math
+import numbers
+import os
+import shutil
+import sys
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from accelerate import init_empty_weights
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from tqdm.asyncio import tqdm
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.hf_argparser import HfArg
+
+import rewards
+from local_engine import LocalEngine
+from tools.inputs import JSON, UserError, check_prompts, find_model, load_rows, parse_flags
+from tools.runlog import RunLog
+
+
+# ================================================ Part I: the algorithm ===============================================
+# ------------------------------------------------ 1. Config -----------------------------------------------------------
+ALGORITHMS = {  # rows for --algo; A is made in `group_advantages`, the weight of a token in `token_weight`
+    # GRPO, arXiv:2402.03300 eq. 3: A = (r - mean) / std; a completion weighs 1/B, each of its tokens 1/length of that
+    "grpo": dict(baseline="mean", normalize="std", aggregation="sequence"),
+    # Dr. GRPO, arXiv:2503.20783 sec. 3.2: A = r - mean; a token weighs 1 / (B max_new_tokens), whatever the length
+    "dr_grpo": dict(baseline="mean", normalize="none", aggregation="constant"),
+    # RLOO, arXiv:2402.14740 eq. 8: A = r - mean of the other G - 1 rewards
+    "rloo": dict(baseline="leave_one_out", normalize="none", aggregation="sequence"),
+}
+GPU = torch.cuda.is_available()
+ASSETS = Path(__file__).parent / "assets"
+TINY = dict(  # what a bare `train.py` runs on a machine without a GPU
+    model=f"{ASSETS}/tiny", data=f"{ASSETS}/countdown/train.jsonl", eval_data=f"{ASSETS}/countdown/test.jsonl",
+    steps=30, eval_every=5, prompts_per_step=32, updates_per_step=2, max_new_tokens=64, lr=1e-4,
+    gradient_checkpointing=False)
+
+
+@dataclass
+class Config:
+    """Every knob of a run, a flag each; `--help` lists them."""
+    # the task
+    model: str = HfArg(default="Qwen/Qwen2.5-3B-Instruct", help="folder or Hub name of a Qwen2, Qwen2.5 or Qwen3 model")
+    data: str = HfArg(default="Jiayi-Pan/Countdown-Tasks-3to4:train[512:]",
+                      help=".jsonl, .json or .parquet file, or owner/name[/config] on the Hub; may end in :split")
+    eval_data: str = HfArg(default="Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", help="as --data; '' for none")
+    # rollout
+    engine: Literal["auto", "sglang", "local"] = HfArg(default="auto", help="auto: sglang where it and a GPU are there")
+    prompts_per_step: int = HfArg(default=64, help="prompts a step, over all ranks")
+    group_size: int = HfArg(default=8, help="completions a prompt (G)")
+    max_new_tokens: int = HfArg(default=1024, help="longest turn of the policy, in tokens")
+    max_turns: int = HfArg(default=1, help="turns of the policy in an episode; above 1, env_step answers each")
+    temperature: float = HfArg(default=1.0, help="of sampling, and so of the trained log-probs")
+    # algorithm
+    algo: Literal[tuple(ALGORITHMS)] = HfArg(default="grpo", help="row of the table of algorithms")
+    clip_low: float = HfArg(default=0.2, help="the ratio counts down to 1 - clip_low")
+    clip_high: float = HfArg(default=0.28, help="the ratio counts up to 1 + clip_high")
+    updates_per_step: int = HfArg(default=1, help="optimiser steps a rollout, each on its share of the prompts")
+    # optimiser
+    steps: int = HfArg(default=200, help="rollouts in all")
+    lr: float = HfArg(default=1e-6, help="peak learning rate of AdamW")
+    lr_schedule: Literal["constant_with_warmup", "cosine"] = HfArg(default="constant_with_warmup", help="of lr")
+    warmup_steps: int = HfArg(default=5, help="optimiser steps until the peak learning rate")
+    max_grad_norm: float = HfArg(default=1.0, help="bound on the one norm over all ranks and parameters")
+    # machine
+    tp_size: int = HfArg(default=0, help="ranks that share each layer; 0: 2 on an even number of GPUs, else 1")
+    device: Literal["cuda", "cpu"] = HfArg(default="cuda" if GPU else "cpu", help="where the actor lives")
+    dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16" if GPU else "float32", help="of compute")
+    tokens_per_micro_batch: int = HfArg(default=8192, help="budget of one packed forward and backward pass on a rank")
+    gradient_checkpointing: bool = HfArg(default=True, help="recompute activations: slower, but far less memory")
+    sglang_args: JSON = HfArg(default_factory=lambda: JSON(mem_fraction_static=0.5), help="JSON for sglang.Engine")
+    # the run
+    seed: int = HfArg(default=0, help="of the order of the data and of every sample")
+    output_dir: str = HfArg(default="", help="where the run writes; empty: runs/<time>")
+    eval_every: int = HfArg(default=10, help="steps between greedy evaluations, one of them before step 1; 0: never")
+    wandb: Literal["auto", "online", "offline", "off"] = HfArg(default="auto", help="auto: online when logged in")
+
+    def __post_init__(self):
+        for name in ("prompts_per_step", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
+                     "lr", "max_grad_norm", "tokens_per_micro_batch"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"--{name} must be above 0, not {getattr(self, name)}")
+        if self.group_size < 2:
+            raise UserError(f"--group_size must be 2 or more, not {self.group_size}: a group is its own baseline")
+        if self.device == "cuda" and not GPU:
+            raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
+        if self.engine == "auto":
+            self.engine = "sglang" if self.device == "cuda" and find_spec("sglang") else "local"
+
+
+# ------------------------------------------------ 2. The task: edit here ----------------------------------------------
+COUNTDOWN = ("Make {target} from the numbers {nums}: use each exactly once, with + - * / and parentheses. Think in "
+             "<think> </think> tags, then give the expression alone in <answer> </answer> tags, such as "
+             "<answer>(1 + 2) / 3</answer>.")
+MATH = "{}\nThink step by step, and put the final answer into \\boxed{{}}."
+
+
+@dataclass
+class Sample:
+    """One episode: what the dataset asked, and what came of it. Lists are per token [T], the prompt's first."""
+    messages: list[dict]                                    # the chat that becomes the prompt
+    row: dict                                               # the dataset's row, for reward_fn
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
+    logprobs: list[float] = field(default_factory=list)     # the engine's, at its temperature; 0 where mask is 0
+    text: str = ""                                          # what the policy wrote, all turns
+    truncated: bool = False                                 # stopped by a limit, not by itself
+    reward: float = 0.0
+    advantage: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)  # what else reward_fn wants averaged and logged
+
+    def append(self, ids: list[int], mask: int, logprobs: list[float] | None = None):
+        """Adds tokens as they are: nothing that was sampled is ever decoded and encoded again."""
+        self.ids += ids
+        self.mask += [mask] * len(ids)
+        self.logprobs += logprobs or [0.0] * len(ids)
+
+
+class RLDataset(torch.utils.data.Dataset):
+    """Rows of a file or of a Hub dataset, as prompts."""
+
+    def __init__(self, source: str):
+        self.source, self.rows = source, load_rows(source)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        """EDIT HERE: from a row to a prompt. `row` is all that reward_fn will know."""
+        row = self.rows[index]
+        columns = {name for name, value in row.items() if value is not None}
+        if {"nums", "target"} <= columns:
+            content = COUNTDOWN.format(**row)
+        elif {"question", "answer"} <= columns:
+            content = MATH.format(row["question"])
+        elif {"problem", "answer"} <= columns:
+            content = MATH.format(row["problem"])
+        else:
+            raise UserError(f"{self.source}: row {index} has {sorted(columns)}; it needs nums and target, question and "
+                            "answer, or problem and answer; for other columns edit RLDataset.__getitem__")
+        return Sample([{"role": "user", "content": content}], row)
+
+
+def reward_fn(sample: Sample) -> float:
+    """EDIT HERE: how good is sample.text? Any finite number; may be async; sample.metrics takes numbers to log."""
+    row = sample.row
+    if "nums" in row:
+        sample.metrics = rewards.countdown_habits(sample.text, row["target"])
+        return rewards.countdown(sample.text, row["nums"], row["target"])
+    if "question" in row:
+        return rewards.gsm8k_last_number(sample.text, row["answer"])
+    return rewards.math(sample.text, row["answer"])
+
+
+async def env_step(sample: Sample) -> str | None:
+    """EDIT HERE for --max_turns above 1: the text that answers the policy's turn, or None to end the episode."""
+    return None
+
+
+# ------------------------------------------------ 3. Rollout ----------------------------------------------------------
+def encode_prompt(tokenizer, sample: Sample) -> list[int]:
+    """Ids [T] of the chat, with the header of the assistant's turn at the end."""
+    return tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False)
+
+
+async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int) -> Sample:
+    """Plays one episode. Token in, token out: the mask is made where the token is made.
+
+    `await generate(ids, turn)` is the policy: new ids [T], their log-probs [T], and whether a limit cut it off.
+    """
+    sample.append(encode_prompt(tokenizer, sample), mask=0)
+    for turn in range(max_turns):
+        ids, logprobs, sample.truncated = await generate(sample.ids, turn)
+        sample.append(ids, mask=1, logprobs=logprobs)
+        sample.text += tokenizer.decode(ids, skip_special_tokens=True)
+        reply = None if sample.truncated or turn == max_turns - 1 else await env_step(sample)
+        if reply is None:
+            break
+        sample.append(tokenizer.encode(reply, add_special_tokens=False), mask=0)
+    return sample
+
+
+async def score(sample: Sample, reward_fn) -> float:
+    """The reward, checked. Raises UserError when reward_fn raises, or returns no finite number."""
+    try:
+        reward = reward_fn(sample)
+        reward = await reward if inspect.isawaitable(reward) else reward
+    except Exception as error:
+        raise UserError(f"reward_fn raised {type(error).__name__}: {error}; the row was {sample.row}") from error
+    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
+        raise UserError(f"reward_fn must return one finite number, not {reward!r}; the row was {sample.row}")
+    return float(reward)
+
+
+# ------------------------------------------------ 4. Advantages -------------------------------------------------------
+def group_advantages(rewards: torch.Tensor, baseline: str, normalize: str) -> torch.Tensor:
+    """Rewards [groups, G] -> advantages [groups, G]: each is measured against its own group. Formulas: ALGORITHMS."""
+    size = rewards.shape[1]
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    if baseline == "leave_one_out":
+        advantages = advantages * size / (size - 1)     # r - mean of the others = (r - mean of all) G / (G - 1)
+    if normalize == "std":
+        advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-6)
+    return advantages
+
+
+# ------------------------------------------------ 5. Loss -------------------------------------------------------------
+def token_weight(aggregation: str, length: int, sequences: int, max_new_tokens: int) -> float:
+    """Weight of each of a sample's `length` trained tokens; `sequences` counts the samples of all ranks (B)."""
+    return 1 / (sequences * {"sequence": length, "constant": max_new_tokens}[aggregation])
+
+
+def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip_high: float):
+    """The clipped surrogate (PPO, arXiv:1707.06347 eq. 7) over N trained tokens; every tensor is [N].
+
+    Returns the loss, a plain sum (the normalisation is in the weights), and where the clip cut the gradient off, [N].
+    """
+    ratio = torch.exp(logprobs - old_logprobs)
+    free = ratio * advantages
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
+    return -(weights * torch.minimum(free, clipped)).sum(), clipped < free
+
+
+# ------------------------------------------------ 6. Batches ----------------------------------------------------------
+@dataclass
+class Batch:
+    """A micro-batch: whole sequences laid end to end without padding, T tokens in all, of which N are trained."""
+    ids: torch.Tensor                           # [1, T]
+    positions: torch.Tensor                     # [1, T], from 0 in each sequence
+    source: torch.Tensor                        # [N], in T: the token before a trained one, whose state predicts it
+    targets: torch.Tensor                       # [N], the trained tokens
+    engine_logprobs: torch.Tensor               # [N]
+    advantages: torch.Tensor                    # [N]
+    weights: torch.Tensor                       # [N]
+    lengths: list[int]                          # of the sequences; they sum to T
+    old_logprobs: torch.Tensor | None = None    # [N]; None: the policy of this very pass
+
+
+def pack(samples: list[Sample], budget: int) -> list[list[Sample]]:
+    """Splits samples into micro-batches of at most `budget` tokens; a longer sample gets one of its own."""
+    packs, used = [], budget
+    for sample in sorted(samples, key=lambda sample: len(sample.ids)):
+        if used + len(sample.ids) > budget:
+            packs.append([])
+            used = 0
+        packs[-1].append(sample)
+        used += len(sample.ids)
+    return packs
+
+
+def make_batch(samples: list[Sample], weights: list[float], device: str) -> Batch:
+    """Lays samples end to end; weights[i] is the weight of each trained token of samples[i]."""
+    ids, positions, per_token = [], [], []
+    for sample, weight in zip(samples, weights):
+        per_token += [(len(ids) + t - 1, sample.ids[t], sample.logprobs[t], sample.advantage, weight)
+                      for t, trained in enumerate(sample.mask) if trained]
+        ids += sample.ids
+        positions += range(len(sample.ids))
+    columns = ([ids], [positions], *zip(*per_token))
+    return Batch(*(torch.tensor(column, device=device) for column in columns), [len(sample.ids) for sample in samples])
+
+
+# ================================================ Part II: the machine ================================================
+# ------------------------------------------------ 7. Processes --------------------------------------------------------
+def init_distributed(config: Config) -> DeviceMesh:
+    """Joins torchrun's processes, or is alone; returns the mesh ("dp", "tp"). Raises UserError where sizes misfit."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)     # a hint on speed, each time
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"   # gloo everywhere: it carries Python objects
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(backend, **alone)
+    world = dist.get_world_size()
+    tp = config.tp_size or (2 if config.device == "cuda" and world % 2 == 0 else 1)
+    if tp < 1 or world % tp:
+        raise UserError(f"--tp_size {tp} does not divide the number of processes, {world}")
+    if config.prompts_per_step < world // tp * config.updates_per_step:
+        raise UserError(f"--prompts_per_step must be at least --updates_per_step times {world // tp} ranks")
+    return init_device_mesh(config.device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def reduce(values: list[float], mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> list[float]:
+    """Each number reduced over the ranks of a mesh."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op, mesh.get_group())
+    return tensor.tolist()
+
+
+def gather(items: list, mesh: DeviceMesh) -> list:
+    """The items of all ranks of a mesh in one list, the same on each of them."""
+    parts = [None] * mesh.size()
+    dist.all_gather_object(parts, items, mesh.get_group())
+    return sum(parts, [])
+
+
+# ------------------------------------------------ 8. Sharding ---------------------------------------------------------
+def apply_tensor_parallel(model, mesh: DeviceMesh):
+    """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors. Raises UserError where the heads do not divide."""
+    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+        if getattr(model.config, what) % mesh.size():
+            raise UserError(f"--tp_size {mesh.size()} does not divide the model's {what} {getattr(model.config, what)}")
+    column, row = ColwiseParallel(), RowwiseParallel()
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),   # a slice of the vocabulary, as the head
+        "model.layers.*.self_attn.q_proj": column,      # whole heads
+        "model.layers.*.self_attn.k_proj": column,
+        "model.layers.*.self_attn.v_proj": column,
+        "model.layers.*.self_attn.o_proj": row,
+        "model.layers.*.mlp.gate_proj": column,
+        "model.layers.*.mlp.up_proj": column,
+        "model.layers.*.mlp.down_proj": row,
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    if model.config.model_type == "qwen3":              # these norms see this rank's heads: [B, T, heads / tp, width]
+        per_head = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan |= {"model.layers.*.self_attn.q_norm": per_head, "model.layers.*.self_attn.k_norm": per_head}
+    parallelize_module(model, mesh, plan)
+    for name, module in model.named_modules():          # the other norms see whole activations
+        if name.endswith("layernorm") or name == "model.norm":
+            distribute_module(
+                module, mesh, None,
+                lambda module, args, mesh: (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),),
+                lambda module, output, mesh: output.to_local())
+
+
+def sharded_model(path: str, mesh: DeviceMesh, config: Config):
+    """The model of a Hugging Face folder, sharded over the mesh, in fp32: each rank's slices, not yet filled."""
+    AttentionInterface.register("packed", packed_attention)
+    with init_empty_weights():                          # no memory for parameters yet; buffers are real
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32,
+                                                 attn_implementation="packed").train()
+    if mesh["tp"].size() > 1:
+        apply_tensor_parallel(model, mesh["tp"])
+    if model.config.tie_word_embeddings:                # both of the above make two parameters of one
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
+    for unit in [*model.model.layers, model]:
+        fully_shard(unit, mesh=mesh["dp"], mp_policy=precision)
+        unit.set_gradient_divide_factor(1.0)            # gradients are summed over ranks: the loss has divided already
+        unit.set_force_sum_reduction_for_comms(True)    # ... in the way that gloo knows, too
+    model.logprobs = partial(model_logprobs, model)
+    register_fsdp_forward_method(model, "logprobs")
+    buffers = dict(model.named_buffers())
+    model.to_empty(device=config.device)
+    for name, value in buffers.items():                 # to_empty wiped the rotary table
+        model.get_buffer(name).copy_(value)
+    return model
+
+
+# ------------------------------------------------ 9. Log-probs --------------------------------------------------------
+def packed_attention(module, query, key, value, mask, scaling=None, lengths=None, **_):
+    """Causal attention inside each packed sequence, never across two: [1, heads, T, width] -> [1, T, heads, width]."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    parts = [attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+             for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def head_logprobs(head, hidden, targets, temperature: float, vocab_size: int):
+    """States [N, H], targets [N] -> log-probs [N], entropies [N]; fp32. Ids from vocab_size on are padding."""
+    logprobs = torch.log_softmax(head(hidden)[:, :vocab_size].float() / temperature, dim=-1)
+    with torch.no_grad():
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+    return logprobs.gather(1, targets[:, None])[:, 0], entropy
+
+
+def model_logprobs(model, batch: Batch, temperature: float, vocab_size: int):
+    """Log-probs [N] and entropies [N]. A method of the model, so that FSDP gathers for it; it never holds [N, V]."""
+    chunk = 2**26 // vocab_size     # rows of logits that take 256 MB; the backward pass makes them again
+    states = model.model(batch.ids, position_ids=batch.positions, use_cache=False, lengths=batch.lengths)
+    hidden = states.last_hidden_state[0, batch.source]
+    parts = [checkpoint(head_logprobs, model.lm_head, *part, temperature, vocab_size, use_reentrant=False)
+             for part in zip(hidden.split(chunk), batch.targets.split(chunk))]
+    logprobs, entropies = zip(*parts)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+# ------------------------------------------------ 10. Actor -----------------------------------------------------------
+class Actor:
+    """The policy that learns: a sharded model and its optimiser."""
+
+    def __init__(self, path: str, mesh: DeviceMesh, config: Config, vocab_size: int):
+        self.config, self.vocab_size, self.dp = config, vocab_size, mesh["dp"]
+        self.model = sharded_model(path, mesh, config)
+        dcp.load(self.weights("float32"), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
+        self.parameters = list(self.model.parameters())     # now: once gathered, FSDP shows other tensors
+        self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
+                                       config.steps * config.updates_per_step)
+
+    def logprobs(self, batch: Batch):
+        """Log-probs [N] and entropies [N] of the trained tokens, at the sampling temperature."""
+        return self.model.logprobs(batch, self.config.temperature, self.vocab_size)
+
+    def update(self, updates: list[list[Batch]]) -> dict[str, float]:
+        """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
+        sums, worst, norms = torch.zeros(5), 0.0, []
+        for batches in updates:
+            for batch in batches:
+                logprobs, entropy = self.logprobs(batch)
+                old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+                loss, clipped = policy_loss(logprobs, old_logprobs, batch.advantages, batch.weights,
+                                            self.config.clip_low, self.config.clip_high)
+                loss.backward()
+                real = batch.weights > 0
+                gap = (old_logprobs - batch.engine_logprobs).abs() * real
+                parts = (loss.detach(), (entropy * real).sum(), (clipped & real).sum(), gap.sum(), real.sum())
+                sums += torch.stack(parts).cpu()
+                worst = max(worst, gap.max().item())
+            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm, foreach=True))
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        loss, entropy, clipped, gap, tokens = reduce(sums.tolist(), self.dp)
+        return dict(loss=loss / len(updates), entropy=entropy / tokens, clip_fraction=clipped / tokens,
+                    grad_norm=fmean(norm.full_tensor().item() for norm in norms), logprob_diff=gap / tokens,
+                    logprob_diff_max=reduce([worst], self.dp, dist.ReduceOp.MAX)[0])
+
+    def weights(self, dtype: str) -> dict[str, DTensor]:
+        """The sharded weights by their names in a file; a tied head is in none. In fp32 they are the live ones."""
+        tied = self.model.config.tie_word_embeddings
+        return {name: value.to(getattr(torch, dtype)) for name, value in self.model.state_dict().items()
+                if not (tied and name == "lm_head.weight")}
+
+    def save(self, folder: Path):
+        """Writes weights and config as a Hugging Face folder: each rank its slices, joined into files of about 4 GB."""
+        weights = self.weights(self.config.dtype)
+        files = 1 + sum(value.numel() * value.element_size() for value in weights.values()) // 2**32
+        index = {name: 1 + i * files // len(weights) for i, name in enumerate(weights)}
+        dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(
+            str(folder), fqn_to_index_mapping=index, save_distributed=True, enable_consolidation=True))
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "sharded")
+            self.model.config.dtype = self.config.dtype
+            self.model.config.save_pretrained(folder)
+
+
+# ------------------------------------------------ 11. SGLang ----------------------------------------------------------
+class SGLangEngine:
+    """SGLang in processes of its own, on the GPUs of a tensor-parallel group; the group's first rank speaks to it."""
+
+    def __init__(self, path: str, tokenizer, mesh: DeviceMesh, config: Config):
+        self.engine, self.loop, self.share = None, asyncio.new_event_loop(), slice(0)
+        if mesh["tp"].get_local_rank() == 0:
+            import sglang
+            self.engine = sglang.Engine(
+                model_path=path, dtype=config.dtype, device=config.device, tp_size=mesh["tp"].size(),
+                base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=config.device == "cuda",
+                skip_tokenizer_init=True, log_level="error", **config.sglang_args)
+            self.loop, self.share = self.engine.loop, slice(None)   # it asks for the whole group
+        self.stops, self.max_new_tokens = [tokenizer.eos_token_id], config.max_new_tokens
+
+    async def generate(self, ids: list[int], temperature: float, seed: int) -> tuple[list[int], list[float], bool]:
+        """Samples one completion. SGLang heeds a seed in its deterministic mode only, so it is not passed on."""
+        answer = await self.engine.async_generate(input_ids=ids, return_logprob=True, sampling_params=dict(
+            max_new_tokens=self.max_new_tokens, temperature=temperature, stop_token_ids=self.stops))
+        logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+        return answer["output_ids"], logprobs, answer["meta_info"]["finish_reason"]["type"] == "length"
+
+    def sleep(self):
+        """Leaves the GPU's memory to the update; SGLang forgets its weights and cache, so a push must follow."""
+        self.ask("release_memory_occupation")
+
+    def push(self, state: dict[str, DTensor]):
+        """Wakes up and takes over sharded weights, one whole tensor after the other; all ranks call it together."""
+        self.ask("resume_memory_occupation")
+        self.ask("begin_weight_update")
+        for name, value in state.items():
+            self.ask("update_weights_from_tensor", [(name, value.full_tensor())], flush_cache=False)
+        self.ask("end_weight_update")
+        self.ask("flush_cache")
+
+    def ask(self, method: str, *args, **options):
+        """Calls SGLang from the rank that may. It returns its failures: this raises RuntimeError for them."""
+        if hasattr(self.engine, method):    # those around a weight update exist from 0.5.22 on
+            answer = getattr(self.engine, method)(*args, **options)
+            if isinstance(answer, tuple) and not answer[0]:
+                raise RuntimeError(f"sglang: {method} failed: {answer[1]}")
+
+
+# ================================================ Part III: the loop ==================================================
+def prompt_order(step: int, rows: int, config: Config) -> list[tuple[int, int]]:
+    """The prompts of a step, from 1 on, as (place in the run, row): every epoch is a permutation of its own."""
+    places = range((step - 1) * config.prompts_per_step, step * config.prompts_per_step)
+    orders = {epoch: torch.randperm(rows, generator=torch.Generator().manual_seed(hash((config.seed, epoch)))).tolist()
+              for epoch in {place // rows for place in places}}
+    return [(place, orders[place // rows][place % rows]) for place in places]
+
+
+class Trainer:
+    """Act, compare, learn, publish. A recipe may subclass it."""
+
+    def __init__(self, config: Config, dataset_class, reward_fn, env_step):
+        self.config, self.reward_fn, self.env_step, self.times = config, reward_fn, env_step, Counter()
+        self.mesh = init_distributed(config)
+        folder = [config.output_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S")]
+        dist.broadcast_object_list(folder)              # the clock of rank 0
+        config.output_dir = folder[0]
+        path, model_config = find_model(config.model)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.data = dataset_class(config.data)
+        self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
+        check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer),
+                      room=model_config.max_position_embeddings - config.max_new_tokens)
+        engine_class = SGLangEngine if config.engine == "sglang" else LocalEngine
+        self.engine = engine_class(path, self.tokenizer, self.mesh, config)
+        self.actor = Actor(path, self.mesh, config, len(self.tokenizer))
+        self.log = RunLog(asdict(config), __file__, self.tokenizer, enabled=dist.get_rank() == 0)
+
+    def fit(self):
+        """Runs all steps with evaluations between them, and leaves the model as a Hugging Face folder."""
+        config, folder = self.config, Path(self.config.output_dir) / "model"
+        for step in range(config.steps + 1):            # step 0 only evaluates: the model as it came
+            metrics, samples = self.step(step) if step else ({}, [])
+            if self.eval_data and (step % config.eval_every == 0 or step == config.steps):
+                played = self.act(self.eval_data, list(enumerate(range(len(self.eval_data)))), 1, temperature=0.0)
+                metrics["eval_score"] = fmean(sample.reward for sample in gather(played, self.mesh["dp"]))
+            self.log.write(step, metrics, samples)
+        self.actor.save(folder)
+        self.log.close(folder)
+
+    def step(self, step: int) -> tuple[dict[str, float], list[Sample]]:
+        """One step of GRPO. Returns metrics and samples of all ranks."""
+        config = self.config
+        self.times = Counter({"time_reward": 0.0})
+        with self.timed("step"):
+            with self.timed("rollout"):
+                prompts = prompt_order(step, len(self.data), config)
+                samples = self.act(self.data, prompts, config.group_size, config.temperature)
+            self.compare(samples)
+            self.engine.sleep()
+            with self.timed("logprobs"):
+                updates = self.batches(samples)
+            with self.timed("update"):
+                metrics = self.actor.update(updates)
+            with self.timed("push"):
+                self.engine.push(self.actor.weights(config.dtype))
+        return metrics | self.times, gather(samples, self.mesh["dp"])
+
+    @contextmanager
+    def timed(self, phase: str):
+        """Adds the seconds of a block to metric time_<phase>."""
+        start = time.perf_counter()
+        yield
+        self.times[f"time_{phase}"] += time.perf_counter() - start
+
+    def act(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list[Sample]:
+        """Plays `size` episodes of each (place, row). Returns those of this data-parallel rank, prompt by prompt."""
+        dp, tp = self.mesh["dp"], self.mesh["tp"]
+        mine = prompts[dp.get_local_rank()::dp.size()][self.engine.share]
+        episodes = [self.episode(dataset[row], (place, i), temperature) for place, row in mine for i in range(size)]
+        bar = tqdm.gather(*episodes, desc="rollout", leave=False, disable=None)
+        return gather(self.engine.loop.run_until_complete(bar), tp)
+
+    async def episode(self, sample: Sample, key: tuple[int, ...], temperature: float) -> Sample:
+        """One rollout with its reward. Its randomness hangs on the run's seed and its key alone."""
+        def generate(ids, turn):
+            return self.engine.generate(ids, temperature, hash((self.config.seed, *key, turn)))
+
+        await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns)
+        with self.timed("reward"):      # within time_rollout
+            sample.reward = await score(sample, self.reward_fn)
+        return sample
+
+    def compare(self, samples: list[Sample]):
+        """Sets the advantages; groups are whole on each rank, so nobody needs to be asked."""
+        row = ALGORITHMS[self.config.algo]
+        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        advantages = group_advantages(rewards.view(-1, self.config.group_size), row["baseline"], row["normalize"])
+        for sample, advantage in zip(samples, advantages.flatten().tolist()):
+            sample.advantage = advantage
+
+    def batches(self, samples: list[Sample]) -> list[list[Batch]]:
+        """Micro-batches of each optimiser step; with their old log-probs where there are several steps."""
+        config, count = self.config, self.config.updates_per_step
+        groups = [samples[i:i + config.group_size] for i in range(0, len(samples), config.group_size)]
+        updates = [self.micro_batches(sum(groups[i::count], [])) for i in range(count)]
+        if count > 1:       # a single step is on-policy: the old log-probs are its own
+            with torch.no_grad():
+                for batch in sum(updates, []):
+                    batch.old_logprobs, _ = self.actor.logprobs(batch)
+        return updates
+
+    def micro_batches(self, samples: list[Sample]) -> list[Batch]:
+        """Packs the samples of one optimiser step. Those without advantage, and so without gradient, only count."""
+        config, dp, aggregation = self.config, self.mesh["dp"], ALGORITHMS[self.config.algo]["aggregation"]
+        (total,) = reduce([len(samples)], dp)
+        packs = pack([sample for sample in samples if sample.advantage] or samples[:1], config.tokens_per_micro_batch)
+        batches = [make_batch(part, [token_weight(aggregation, sum(sample.mask), total, config.max_new_tokens)
+                                     for sample in part], config.device) for part in packs]
+        (most,) = reduce([len(batches)], dp, dist.ReduceOp.MAX)
+        idle = replace(batches[0], weights=torch.zeros_like(batches[0].weights))    # FSDP: as many passes on each rank
+        return batches + [idle] * (int(most) - len(batches))
+
+
+def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer_class=Trainer):
+    """Runs a training; a recipe hands over what it replaces."""
+    try:
+        trainer_class(parse_flags(config_class, TINY, sys.argv[1:]), dataset_class, reward_fn, env_step).fit()
+    except UserError as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
+        print(f"train.py: {error}", file=sys.stderr, flush=True)
+        os._exit(2)             # at once: a clean end would wait for ranks that wait for this one
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
