@@ -1,0 +1,674 @@
+"""The tests: `pytest`. They need no GPU, no network, and nothing but the files here.
+
+Numbers are worked out by hand in a comment, or come from a slow and plain reference. What needs several processes runs
+under torchrun, which starts this very file: then it is the worker at its end.
+"""
+import asyncio
+import ast
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"      # a name that is no folder is refused at once
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import (
+    AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+    Qwen3Config, Qwen3ForCausalLM)
+
+import rewards
+import train
+from local_engine import LocalEngine, sample_tokens
+from tools.inputs import UserError, check_prompts, find_model, load_rows, parse_flags
+from tools.runlog import averages, marked
+from train import Config, RLDataset, Sample, Trainer
+
+HERE = Path(__file__).parent
+TINY = HERE / "assets/tiny"
+GREETING = [{"role": "user", "content": "hi"}]
+torch.set_num_threads(1)        # on busy cores more can stall for seconds
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+MODELS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+          "llama": (LlamaConfig, LlamaForCausalLM)}
+
+
+# ------------------------------------------------ small things that the tests share -----------------------------------
+def random_model(folder: Path, kind: str, tied: bool, **options) -> Path:
+    """A small random model with the tiny tokenizer, in a folder. Norms and biases are perturbed: errors show."""
+    config_class, model_class = MODELS[kind]
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=tied)
+    sizes |= {"head_dim": 8} if kind == "qwen3" else {}
+    model = model_class(config_class(**sizes | options))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def some_samples(groups: int = 6, size: int = 2) -> list[Sample]:
+    """Samples of unequal lengths, with some of the tokens in the middle not trained, with made-up advantages."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for i in range(groups * size):
+        prompt, length = 3 + i % 4, 4 + 5 * (i % 5)
+        ids = torch.randint(0, 500, (prompt + length,), generator=generator).tolist()
+        mask = [0] * prompt + [1] * length
+        if length > 8:
+            mask[prompt + 3:prompt + 5] = [0, 0]        # what an env_step answered
+        advantage = torch.randn((), generator=generator).item()
+        samples.append(Sample([], {}, ids, mask, [-1.0 * bit for bit in mask], advantage=advantage))
+    return samples
+
+
+def plain_logprobs(model, sample: Sample, vocab_size: int, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [N] of a sample's trained tokens, in the plainest way: one sequence, all logits."""
+    ids = torch.tensor(sample.ids)
+    logits = model(ids[None]).logits[0, :-1, :vocab_size].float() / temperature
+    logprobs = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0]
+    return logprobs[torch.tensor(sample.mask[1:]).bool()]
+
+
+def make_trainer(config: Config, mesh) -> Trainer:
+    """A Trainer with an actor, but without data, engine and log."""
+    trainer = object.__new__(Trainer)
+    trainer.config, trainer.mesh = config, mesh
+    trainer.actor = train.Actor(config.model, mesh, config, len(AutoTokenizer.from_pretrained(TINY)))
+    return trainer
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    """This process alone, as a mesh of one."""
+    return train.init_distributed(Config())
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)
+
+
+def run(*command: str, processes: int = 0, timeout: int = 600) -> subprocess.CompletedProcess:
+    """Runs python, or torchrun with so many processes, in this folder."""
+    launcher = [sys.executable]
+    if processes:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return subprocess.run([*launcher, *map(str, command)], cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True,
+                          timeout=timeout)
+
+
+# ------------------------------------------------ rewards -------------------------------------------------------------
+@pytest.mark.parametrize("answer, nums, target, reward", [
+    ("12-1+4", [1, 4, 12], 15, 1), ("(12-1)*4 = 44", [1, 4, 12], 44, 1), (" 8/(3-8/3) ", [3, 3, 8, 8], 24, 1),
+    ("-3+5", [5, 3], 2, 1), ("8/3/(8/3)", [8, 3, 8, 3], 1, 1),
+    ("3+3+4", [3, 4, 5], 10, 0),                # a number twice, another never
+    ("12-1", [1, 4, 12], 11, 0), ("12-1+4", [1, 4, 12], 16, 0), ("1+2+3", [1, 2, 3, 3], 6, 0),
+    ("9**9**9", [9, 9, 9], 1, 0), ("1.5*2", [1, 5, 2], 3, 0), ("6/0", [6, 0], 0, 0), ("2(3)", [2, 3], 6, 0),
+    ("", [], 0, 0), ("=5", [5], 5, 0), ("5 5", [5, 5], 5, 0), ("(5", [5], 5, 0), ("5)", [5], 5, 0),
+    ("٣+٤", [3, 4], 7, 0), ("３+4", [3, 4], 7, 0), ("0x5", [5], 5, 0), ("1_0", [10], 10, 0), ("5e0", [5], 5, 0),
+    ("__import__('os')", [], 0, 0), ("(" * 90 + "5" + ")" * 90, [5], 5, 1), ("(" * 10**6, [5], 5, 0),
+    ("-" * 10**6 + "5", [5], 5, 0), ("9" * 5000, [5], 5, 0)])
+def test_countdown(answer, nums, target, reward):
+    assert rewards.countdown(f"<think>hm</think> <answer>{answer}</answer>", nums, target) == reward
+
+
+@pytest.mark.parametrize("text, reward", [
+    ("<answer>1+1</answer> no: <answer>1+2</answer>", 1), ("<answer>1+2</answer> no: <answer>1+1</answer>", 0),
+    ("<answer>1+2", 0), ("1+2</answer>", 0), ("1+2", 0), ("", 0), ("</answer><answer>1+2</answer>", 1),
+    ("<answer><answer>1+2</answer></answer>", 1), ("<answer>1+2</answer><answer>", 0)])
+def test_countdown_counts_the_last_answer(text, reward):
+    assert rewards.countdown(text, [1, 2], 3) == reward
+
+
+def test_countdown_habits():
+    text = ("<think>9+4-1 = 13-1 = 12 no\n9-4+1 = 5+1 = 6 yes\n9+4+1 = 13+1 = 15 no\n9-4-1 = 5-1 = 4 no</think>\n"
+            "<answer>9-4+1</answer>")
+    # Of four attempts one is false (13+1 = 14). Every verdict fits the number before it. The yes was gone on after, and
+    # of three times no, two were.
+    assert rewards.countdown_habits(text, 6) == pytest.approx(
+        {"arithmetic": 3 / 4, "verdicts": 1.0, "stops_after_hit": 0.0, "goes_on_after_miss": 2 / 3})
+    assert rewards.countdown_habits("<think>9+4 = 13 no</think>", 13)["verdicts"] == 0
+    assert rewards.countdown_habits("free prose, no attempt", 6) == {}
+
+
+@pytest.mark.parametrize("text, gold, reward", [
+    ("so 72.", "48+24 = <<48+24=72>>72\n#### 72", 1), ("It is $1,072.00", "#### 1072", 1), ("72 or 73", "#### 72", 0),
+    ("-5", "#### -5", 1), ("5", "#### -5", 0), ("none", "#### 3", 0), ("7", "7", 1), ("\\boxed{72}", "#### 72", 1),
+    ("7" * 10**5, "#### 7", 0)])
+def test_gsm8k_last_number(text, gold, reward):
+    assert rewards.gsm8k_last_number(text, gold) == reward
+
+
+@pytest.mark.parametrize("text, gold, reward", [
+    (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+    (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
+    (r"\boxed{3}", "4", 0), ("it is 0.5", "0.5", 0), ("", "1", 0)])
+def test_math(text, gold, reward):
+    assert rewards.math(text, gold) == reward
+
+
+# ------------------------------------------------ the algorithm -------------------------------------------------------
+def test_group_advantages():
+    r = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 3.0]])
+    # The means are 1/2 and 3/4. Sums of squared deviations: 4 (1/2)^2 = 1, and 3 (3/4)^2 + (9/4)^2 = 27/4; over G - 1,
+    # which is 3, the standard deviations are sqrt(1/3) and 3/2.
+    centred = torch.tensor([[0.5, -0.5, -0.5, 0.5], [-0.75, -0.75, -0.75, 2.25]])
+    std = torch.tensor([[math.sqrt(1 / 3)], [1.5]])
+    torch.testing.assert_close(train.group_advantages(r, "mean", "std"), centred / std, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(train.group_advantages(r, "mean", "none"), centred)
+    # Leave one out: the first reward of row 2 is compared to (0 + 0 + 3) / 3 = 1, the last to 0.
+    left_out = train.group_advantages(r, "leave_one_out", "none")
+    torch.testing.assert_close(left_out[1], torch.tensor([-1.0, -1.0, -1.0, 3.0]))
+    torch.testing.assert_close(train.group_advantages(r + 7, "mean", "std"), train.group_advantages(r, "mean", "std"))
+    assert not train.group_advantages(torch.ones(2, 4), "mean", "std").any()
+
+
+def test_policy_loss_by_hand():
+    # Ratios 1.5, 1.5, 0.5, 0.5 with advantages 1, -1, 1, -1 and clips 0.2 and 0.3: the surrogates are
+    # min(1.5, 1.3) = 1.3 (clipped), min(-1.5, -1.3) = -1.5, min(0.5, 0.8) = 0.5, min(-0.5, -0.8) = -0.8 (clipped).
+    ratios, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    logprobs = ratios.log().requires_grad_()
+    loss, clipped = train.policy_loss(logprobs, torch.zeros(4), advantages, weights, 0.2, 0.3)
+    assert loss.item() == pytest.approx(-(0.1 * 1.3 + 0.2 * -1.5 + 0.3 * 0.5 + 0.4 * -0.8))
+    assert clipped.tolist() == [True, False, False, True]
+    loss.backward()     # d ratio / d logprob = ratio, where it is not clipped: -w A ratio
+    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0.3, -0.15, 0.0]))
+
+
+def test_policy_loss_on_policy_is_reinforce():
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    loss, clipped = train.policy_loss(logprobs, logprobs.detach(), torch.tensor([2.0, -3.0]), torch.ones(2), 0.2, 0.2)
+    loss.backward()
+    assert logprobs.grad.tolist() == [-2.0, 3.0] and not clipped.any()      # the gradient of -A logprob
+
+
+def test_token_weight():
+    # 4 samples, of which this one has 5 tokens, with at most 10: each token weighs 1/20, or 1/40 of the whole.
+    assert train.token_weight("sequence", 5, 4, 10) == pytest.approx(1 / 20)
+    assert train.token_weight("constant", 5, 4, 10) == pytest.approx(1 / 40)
+
+
+def test_pack_keeps_everything_within_the_budget():
+    samples = some_samples()
+    packs = train.pack(samples, 40)
+    assert sorted(id(s) for part in packs for s in part) == sorted(map(id, samples))
+    assert all(sum(len(s.ids) for s in part) <= 40 for part in packs) and len(packs) < len(samples)
+    assert [len(part) for part in train.pack(samples, 1)] == [1] * len(samples)
+
+
+def test_make_batch_by_hand():
+    first = Sample([], {}, [7, 8, 9, 5], [0, 1, 0, 1], [0, -1, 0, -2], advantage=0.5)
+    second = Sample([], {}, [4, 3], [0, 1], [0, -3], advantage=-1)
+    batch = train.make_batch([first, second], [0.1, 0.2], "cpu")
+    assert batch.ids.tolist() == [[7, 8, 9, 5, 4, 3]] and batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
+    assert batch.source.tolist() == [0, 2, 4] and batch.targets.tolist() == [8, 5, 3]
+    assert batch.engine_logprobs.tolist() == [-1, -2, -3] and batch.advantages.tolist() == [0.5, 0.5, -1]
+    assert batch.weights.tolist() == pytest.approx([0.1, 0.1, 0.2]) and batch.lengths == [4, 2]
+
+
+def test_prompt_order_is_a_new_permutation_every_epoch():
+    config = Config(prompts_per_step=4)
+    rows = [row for step in (1, 2, 3, 4, 5) for _, row in train.prompt_order(step, 10, config)]
+    assert sorted(rows[:10]) == sorted(rows[10:]) == list(range(10)) and rows[:10] != rows[10:]
+    assert [place for place, _ in train.prompt_order(3, 10, config)] == [8, 9, 10, 11]
+    assert train.prompt_order(1, 10, config) != train.prompt_order(1, 10, Config(prompts_per_step=4, seed=1))
+
+
+# ------------------------------------------------ rollout -------------------------------------------------------------
+def test_rollout_keeps_the_sampled_ids_and_masks_the_replies(tokenizer):
+    letters = tokenizer.encode("no")[:1] + [tokenizer.convert_tokens_to_ids(c) for c in "yes"]
+    assert tokenizer.encode(tokenizer.decode(letters)) != letters       # ids that text would not give back
+    turns = [(letters, [-0.1] * len(letters), False), ([tokenizer.eos_token_id], [-0.5], False)]
+
+    async def generate(ids, turn):
+        assert turn == 0 or ids[-len(reply):] == reply
+        return turns[turn]
+
+    async def env_step(sample):
+        return "again" if len(sample.text) else None
+
+    reply = tokenizer.encode("again")
+    sample = asyncio.run(train.rollout(Sample(GREETING, {}), tokenizer, generate, env_step, 2))
+    prompt = len(sample.ids) - len(letters) - len(reply) - 1
+    assert sample.ids[prompt:] == letters + reply + [tokenizer.eos_token_id]
+    assert sample.mask == [0] * prompt + [1] * len(letters) + [0] * len(reply) + [1]
+    assert sample.logprobs == [0] * prompt + [-0.1] * len(letters) + [0] * len(reply) + [-0.5]
+    assert "again" not in sample.text
+    assert marked(sample, tokenizer).endswith(f"assistant\n«{tokenizer.decode(letters)}»again«<|im_end|>»")
+
+
+def test_rollout_ends_when_a_turn_is_cut_off(tokenizer):
+    async def generate(ids, turn):
+        return [5, 6], [-1.0, -1.0], True
+
+    async def env_step(sample):
+        raise AssertionError("no reply to half a turn")
+
+    sample = asyncio.run(train.rollout(Sample(GREETING, {}), tokenizer, generate, env_step, 3))
+    assert sample.truncated and sum(sample.mask) == 2
+
+
+def test_score_awaits_and_checks():
+    async def later(sample):
+        return 2
+
+    sample = Sample([], {"nums": [1]})
+    assert asyncio.run(train.score(sample, later)) == 2.0
+    assert asyncio.run(train.score(sample, lambda sample: True)) == 1.0
+    for bad, said in ((lambda sample: "1.0", "'1.0'"), (lambda sample: float("nan"), "nan"),
+                      (lambda sample: None, "None"), (lambda sample: 1 / 0, "ZeroDivisionError"),
+                      (lambda sample: float("inf"), "inf")):
+        with pytest.raises(UserError, match=said):
+            asyncio.run(train.score(sample, bad))
+
+
+# ------------------------------------------------ the local engine ----------------------------------------------------
+def test_sample_tokens_inverts_the_distribution_function():
+    logits = torch.tensor([0.2, 0.0, 0.3, 0.5]).log().repeat(6, 1)      # ends of the steps: 0.2, 0.2, 0.5, 1
+    uniforms = torch.tensor([0.0, 0.19, 0.21, 0.49, 0.51, 1 - 2**-24])
+    ids, logprobs = sample_tokens(logits, uniforms, 1.0)
+    assert ids.tolist() == [0, 0, 2, 2, 3, 3]
+    torch.testing.assert_close(logprobs, torch.tensor([0.2, 0.2, 0.3, 0.3, 0.5, 0.5]).log())
+    # At temperature 1/2 the probabilities are squared: 0.04, 0, 0.09, 0.25 over 0.38.
+    ids, logprobs = sample_tokens(logits[:1], torch.tensor([0.2]), 0.5)
+    assert ids.item() == 2 and logprobs.item() == pytest.approx(math.log(0.09 / 0.38), rel=1e-5)
+    ids, logprobs = sample_tokens(logits[:1], torch.tensor([0.0]), 0.0)
+    assert ids.item() == 3 and logprobs.item() == pytest.approx(math.log(0.5), rel=1e-5)
+
+
+def ask(engine, requests, temperature=1.0):
+    """The completions of (prompt, seed) pairs that are asked for at once."""
+    async def all_of_them():
+        return await asyncio.gather(*(engine.generate(ids, temperature, seed) for ids, seed in requests))
+
+    return engine.loop.run_until_complete(all_of_them())
+
+
+def test_engine_agrees_with_transformers_and_with_itself(mesh, tmp_path, tokenizer):
+    folder = random_model(tmp_path, "qwen3", tied=True)
+    engine = LocalEngine(str(folder), tokenizer, mesh, Config(max_new_tokens=24, temperature=0.7))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    prompts = [[5, 6, 7], [9] * 11, [5, 6, 7], [100, 200]]
+    together = ask(engine, list(zip(prompts, range(4))), 0.7)
+    alone = [ask(engine, [(ids, seed)], 0.7)[0] for seed, ids in enumerate(prompts)]
+    assert [ids for ids, _, _ in together] == [ids for ids, _, _ in alone]     # neighbours change nothing
+    assert together[0][0] != together[2][0]                                     # another seed, another completion
+    for prompt, (ids, logprobs, truncated) in zip(prompts, together):
+        sample = Sample([], {}, prompt + ids, [0] * len(prompt) + [1] * len(ids))
+        torch.testing.assert_close(torch.tensor(logprobs), plain_logprobs(model, sample, len(tokenizer), 0.7),
+                                   rtol=0, atol=1e-4)
+        assert truncated == (ids[-1] != tokenizer.eos_token_id) and (not truncated or len(ids) == 24)
+    greedy, _, _ = ask(engine, [(prompts[1], 0)], 0.0)[0]
+    expected = model.generate(torch.tensor([prompts[1]]), max_new_tokens=24, do_sample=False,
+                              eos_token_id=tokenizer.eos_token_id, suppress_tokens=list(range(len(tokenizer), 512)))
+    assert greedy == expected[0, 11:].tolist()
+
+
+def test_engine_never_samples_beyond_the_vocabulary_and_trains_eos(mesh, tmp_path, tokenizer):
+    folder = random_model(tmp_path, "qwen3", tied=False)
+    engine = LocalEngine(str(folder), tokenizer, mesh, Config(max_new_tokens=12))
+    with torch.no_grad():       # the padding rows of the head shout
+        engine.model.lm_head.weight[len(tokenizer):] = 100 * engine.model.lm_head.weight[:1]
+    sampled = [i for ids, _, _ in ask(engine, [([1, 2, 3], seed) for seed in range(40)]) for i in ids]
+    assert len(tokenizer) < 512 and max(sampled) < len(tokenizer)
+    with torch.no_grad():       # a head of zeros but for EOS, which is then all but certain
+        engine.model.lm_head.weight.zero_()
+        states = engine.model.model(torch.tensor([[1, 2, 3]])).last_hidden_state[0, -1]
+        engine.model.lm_head.weight[tokenizer.eos_token_id] = 100 * states
+    assert [completion[0] for completion in ask(engine, [([1, 2, 3], 0)])] == [[tokenizer.eos_token_id]]
+
+
+def test_engine_keeps_no_graph(mesh, tmp_path, tokenizer):
+    engine = LocalEngine(str(random_model(tmp_path, "qwen3", tied=True)), tokenizer, mesh, Config(max_new_tokens=4))
+    forward, logits = engine.forward, []
+    engine.forward = lambda *args: logits.append(forward(*args)) or logits[-1]
+    ask(engine, [([1, 2, 3], 0)])
+    assert logits and not any(of_step.requires_grad for of_step in logits)      # memory would grow with each token
+
+
+def test_engine_error_reaches_everyone_who_waits(mesh, tmp_path, tokenizer):
+    engine = LocalEngine(str(random_model(tmp_path, "qwen2", tied=True)), tokenizer, mesh, Config(max_new_tokens=4))
+    with pytest.raises(IndexError):
+        ask(engine, [([1, 99999], 0), ([1, 2], 1)])     # an id that the embedding does not have
+    assert len(ask(engine, [([1, 2], 1)])[0][0]) <= 4   # and the next wave is served
+
+
+# ------------------------------------------------ the actor -----------------------------------------------------------
+@pytest.mark.parametrize("kind", MODELS)
+def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, tokenizer, kind):
+    folder = random_model(tmp_path, kind, tied=True)
+    config = Config(model=str(folder), temperature=0.6)
+    actor, model = train.Actor(str(folder), mesh, config, len(tokenizer)), AutoModelForCausalLM.from_pretrained(folder)
+    samples = some_samples()
+    logprobs, entropy = actor.logprobs(train.make_batch(samples, [1.0] * len(samples), "cpu"))
+    expected = torch.cat([plain_logprobs(model, sample, len(tokenizer), 0.6) for sample in samples])
+    torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=2e-5)
+    logits = model(torch.tensor([samples[0].ids])).logits[0, :, :len(tokenizer)] / 0.6
+    source = [t - 1 for t, trained in enumerate(samples[0].mask) if trained]
+    torch.testing.assert_close(entropy[:len(source)], torch.distributions.Categorical(logits=logits[source]).entropy(),
+                               rtol=1e-4, atol=1e-4)
+
+
+def test_several_updates_use_the_old_policy(mesh, tmp_path, tokenizer):
+    folder = random_model(tmp_path, "qwen3", tied=True)
+    samples = [Sample([], {}, s.ids, s.mask, s.logprobs, advantage=s.advantage) for s in some_samples(4, 2)]
+    trainer = make_trainer(Config(model=str(folder), group_size=2, updates_per_step=2, lr=0.02, warmup_steps=0,
+                                  prompts_per_step=4), mesh)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    updates = trainer.batches(samples)
+    assert [len(batch.lengths) for batches in updates for batch in batches] == [4, 4]
+    first = [sample for i in (0, 4) for sample in samples[i:i + 2]]     # groups 0 and 2
+    expected = torch.cat([plain_logprobs(model, s, len(tokenizer)) for s in sorted(first, key=lambda s: len(s.ids))])
+    torch.testing.assert_close(updates[0][0].old_logprobs, expected, rtol=1e-5, atol=2e-5)
+    assert trainer.actor.update(updates)["clip_fraction"] > 0           # the second update is off-policy
+
+
+def test_samples_without_advantage_count_but_stay_out(mesh, tmp_path):
+    folder = random_model(tmp_path, "qwen3", tied=True)
+    trainer = make_trainer(Config(model=str(folder), group_size=2), mesh)
+    samples = some_samples()
+    for sample in samples[:4]:
+        sample.advantage = 0.0
+    batches = trainer.micro_batches(samples)
+    assert sum(len(batch.lengths) for batch in batches) == len(samples) - 4
+    shortest = min(samples[4:], key=lambda sample: len(sample.ids))
+    assert batches[0].weights[0].item() == pytest.approx(1 / (len(samples) * sum(shortest.mask)))
+    for sample in samples:
+        sample.advantage = 0.0
+    metrics = trainer.actor.update([trainer.micro_batches(samples)])
+    assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
+
+
+CASES = {  # processes -> (tensor parallel size, tokens per micro-batch, gradient checkpointing)
+    1: [(1, 10**6, False), (1, 30, False), (1, 60, True)],
+    2: [(1, 10**6, False), (2, 10**6, False), (2, 30, True)],
+    4: [(1, 10**6, False), (2, 30, False)],
+}
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """Four random models, each with the loss, the gradients and their norm of some_samples(), in the plainest way."""
+    folder, results = tmp_path_factory.mktemp("models"), {}
+    for kind in ("qwen2", "qwen3"):
+        for tied in (True, False):
+            name = f"{kind}-{'tied' if tied else 'untied'}"
+            model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, tied))
+            samples, loss = some_samples(), 0.0
+            for sample in samples:      # the ratio is 1, so its gradient is that of the log-prob
+                logprobs = plain_logprobs(model, sample, len(AutoTokenizer.from_pretrained(TINY)))
+                ratio = torch.exp(logprobs - logprobs.detach())
+                loss = loss - (ratio * sample.advantage).mean() / len(samples)
+            loss.backward()
+            gradients = {key: value.grad for key, value in model.named_parameters()}
+            norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
+            results[name] = loss.item(), norm.item(), gradients
+    return folder, results
+
+
+@pytest.mark.parametrize("processes", CASES)
+def test_loss_and_gradient_do_not_depend_on_ranks_split_or_tp(reference, tmp_path, processes):
+    folder, results = reference
+    done = run("test_train.py", "gradients", folder, tmp_path, processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, (loss, norm, gradients) in results.items():
+        for case in range(len(CASES[processes])):
+            record = torch.load(tmp_path / f"{name}-{case}.pt")
+            assert record["loss"] == pytest.approx(loss, rel=1e-5, abs=1e-7), (name, CASES[processes][case])
+            assert record["grad_norm"] == pytest.approx(norm, rel=1e-5)
+            assert record["gradients"].keys() == gradients.keys()
+            for key, gradient in gradients.items():
+                error = (record["gradients"][key] - gradient).abs().max() / gradient.abs().max()
+                assert error < 1e-5, (name, CASES[processes][case], key, error)
+            assert record["clipped_norm"] == pytest.approx(min(1.0, norm), rel=1e-4)
+            # After the push the engine is the actor; before, after a step of this size, it was not.
+            assert record["after_push"] < 1e-4 < 1e-2 < record["before_push"]
+
+
+def test_tied_weights_stay_tied_and_the_export_loads(reference, tmp_path):
+    folder, _ = reference
+    done = run("test_train.py", "export", folder, tmp_path, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in ("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied"):
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        original = AutoModelForCausalLM.from_pretrained(folder / name)
+        for key, value in original.state_dict().items():
+            assert torch.equal(exported.state_dict()[key], value), (name, key)
+        assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == name.endswith("-tied")
+        files = [key for file in (tmp_path / name).glob("*.safetensors") for key in safe_open(file, "pt").keys()]
+        assert ("lm_head.weight" in files) == name.endswith("-untied") and not (tmp_path / name / "sharded").exists()
+
+
+# ------------------------------------------------ what users hand in --------------------------------------------------
+def flags(*arguments):
+    return parse_flags(Config, train.TINY, list(arguments))
+
+
+def test_bare_run_on_a_cpu_is_the_embedded_one():
+    assert (flags().model == train.TINY["model"]) == (not torch.cuda.is_available())
+    assert flags("--model", "x").data == Config.data and flags("--lr", "0.5", "--seed=3").seed == 3
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--learning_rate", "1"], "--learning_rate"), (["--lr", "fast"], "--lr"), (["--algo", "sarsa"], "--algo"),
+    (["--group_size", "1"], "--group_size"), (["--steps", "0"], "--steps"), (["--temperature", "0"], "--temperature"),
+    (["--engine", "vllm"], "--engine"), (["--lr", "nan"], "--lr"), (["stray"], "stray"),
+    (["--device", "tpu"], "--device"), (["--prompts_per_step", "1.5"], "--prompts_per_step")])
+def test_bad_flags_are_named(arguments, said):
+    with pytest.raises(UserError, match=said) as error:
+        flags(*arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_data_is_named(tmp_path, tokenizer, mesh):
+    empty, foreign, broken, hole = (tmp_path / f"{name}.jsonl" for name in ("empty", "foreign", "broken", "hole"))
+    empty.write_text("")
+    foreign.write_text('{"prompt": "hi"}\n')
+    broken.write_text('{"nums": [1, 2\n')
+    hole.write_text('{"nums": [1, 2], "target": 3}\n{"nums": [1, 2], "target": null}\n')
+    for bad in (empty, broken, tmp_path / "none.jsonl", "nobody/nothing"):
+        with pytest.raises(UserError, match=f"--data {bad}"):
+            load_rows(str(bad))
+    with pytest.raises(UserError, match=r"row 0 has \['prompt'\].*__getitem__"):
+        RLDataset(str(foreign))[0]
+    with pytest.raises(UserError, match=r"row 1 has \['nums'\]"):
+        check_prompts([RLDataset(str(hole))], lambda sample: [], room=9)
+    with pytest.raises(UserError, match="row 0 has 21 tokens"):
+        check_prompts([RLDataset(str(HERE / "assets/countdown/test.jsonl"))],
+                      lambda sample: range(21), room=20)
+
+
+def test_rows_of_every_known_kind(tmp_path):
+    lines = {"countdown": {"nums": [1, 2], "target": 3}, "gsm8k": {"question": "How many?", "answer": "#### 4"},
+             "math": {"problem": "Solve $x=5$.", "answer": "5", "level": 2}}
+    good = {"countdown": "<answer>1+2</answer>", "gsm8k": "They are 4.", "math": r"\boxed{5}"}
+    for name, row in lines.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+        (tmp_path / f"{name}.json").write_text(json.dumps([row, row]))
+        load_rows(str(tmp_path / f"{name}.jsonl")).to_parquet(tmp_path / f"{name}.parquet")
+        for suffix in ("jsonl", "json", "parquet"):
+            dataset = RLDataset(str(tmp_path / f"{name}.{suffix}"))
+            sample = dataset[1]
+            assert len(dataset) == 2 and len(RLDataset(str(tmp_path / f"{name}.{suffix}:train[:1]"))) == 1
+            sample.text = good[name]
+            assert train.reward_fn(sample) == 1.0
+            sample.text = "nothing"
+            assert train.reward_fn(sample) == 0.0
+
+
+def test_bad_models_are_named(tmp_path, tokenizer):
+    BertConfig().save_pretrained(tmp_path / "bert")
+    (tmp_path / "nothing").mkdir()
+    Qwen3Config().save_pretrained(tmp_path / "weightless")
+    for name, said in (("bert", "is a bert; it must be one of qwen2"), ("nothing", "neither a model folder"),
+                       ("weightless", "no weights")):
+        with pytest.raises(UserError, match=f"--model {tmp_path / name}.*{said}"):
+            find_model(str(tmp_path / name))
+
+
+def test_train_py_ends_in_one_line_and_code_2(tmp_path):
+    done = run("train.py", "--lrr", "1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "--lrr" in done.stderr
+    three_heads = random_model(tmp_path, "qwen2", True, num_attention_heads=3, num_key_value_heads=1, hidden_size=24)
+    for arguments, said in (
+            (["--tp_size", "3"], "--tp_size 3 does not divide the number of processes, 2"),
+            (["--prompts_per_step", "1"], "--prompts_per_step must be at least"),
+            (["--tp_size", "2", "--model", three_heads], "--tp_size 2 does not divide the model's num_attention")):
+        done = run("train.py", *arguments, "--data", train.TINY["data"], "--eval_data", "", "--max_new_tokens", 8,
+                   "--output_dir", tmp_path / "run", processes=2)
+        ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+        assert len(ours) == 1 and said in ours[0], done.stderr[-2000:]
+        assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------ whole runs ----------------------------------------------------------
+METRICS = """step reward loss entropy grad_norm clip_fraction logprob_diff response_length truncated tokens time_rollout
+             time_reward time_logprobs time_update time_push time_step""".split()
+
+
+@pytest.fixture(scope="session")
+def learned(tmp_path_factory):
+    """The run that a newcomer starts, but shorter: two processes, the embedded model."""
+    folder = tmp_path_factory.mktemp("runs") / "learned"
+    done = run("train.py", "--eval_every", 15, "--output_dir", folder, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder, done.stdout
+
+
+def test_the_tiny_model_learns(learned):
+    folder, printed = learned
+    history = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in history] == list(range(31))
+    assert history[0]["eval_score"] <= 0.30 and history[30]["eval_score"] >= 0.85
+    assert history[30]["stops_after_hit"] > history[1]["stops_after_hit"]
+    assert all(set(METRICS) <= record.keys() for record in history[1:])
+    assert max(record["logprob_diff_max"] for record in history[1:]) < 1e-4
+    assert printed.count("\nstep ") == 31 and "«<think>" in printed
+
+
+def test_a_run_leaves_everything_behind(learned):
+    folder, _ = learned
+    assert json.loads((folder / "config.json").read_text())["steps"] == 30
+    assert (folder / "train.py").read_text() == (HERE / "train.py").read_text()
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG")
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    assert len(samples) == 30 * 256 and samples[-1]["step"] == 30
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    row = samples[0]["row"]
+    ids = torch.tensor([samples[0]["ids"][:samples[0]["mask"].index(1)]])
+    text = tokenizer.decode(model.generate(ids, max_new_tokens=100, do_sample=False)[0, ids.shape[1]:])
+    assert text.startswith("<think>") and text.endswith("</answer><|im_end|>") and str(row["nums"][0]) in text
+
+
+def test_samples_do_not_depend_on_the_number_of_processes(tmp_path):
+    texts = []
+    for processes, tp_size in ((1, 1), (2, 1), (2, 2)):
+        folder = tmp_path / f"{processes}-{tp_size}"
+        done = run("train.py", "--steps", 2, "--prompts_per_step", 6, "--group_size", 4, "--eval_every", 0,
+                   "--output_dir", folder, "--tp_size", tp_size, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+        texts.append(sorted((s["step"], str(s["row"]), s["text"], round(s["advantage"], 4)) for s in samples))
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 2 * 6 * 4
+
+
+def test_a_failing_reward_ends_in_one_line(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import sys; sys.path.insert(0, '.'); import train\n"
+                      "def broken(sample): return 'high'\n"
+                      "if __name__ == '__main__': train.main(reward_fn=broken)\n")
+    done = run(script, "--output_dir", tmp_path / "run", "--eval_every", "0", processes=2)
+    ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert len(ours) == 1 and "reward_fn must return one finite number, not 'high'" in ours[0], done.stderr[-2000:]
+
+
+# ------------------------------------------------ the form of the files -----------------------------------------------
+def test_the_line_budget():
+    lines = (HERE / "train.py").read_text().splitlines()
+    assert len(lines) < 650
+    for file in (HERE / name for name in ("train.py", "rewards.py", "local_engine.py")):
+        assert max(map(len, file.read_text().splitlines())) <= 120, file
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno - node.lineno < 60, node.name
+
+
+def test_the_readme_does_not_drift():
+    readme = (HERE / "README.md").read_text()
+    for flag in set(re.findall(r"--([a-z_]+)", readme)) - {"standalone", "nproc_per_node", "output", "help"}:
+        assert flag in Config.__dataclass_fields__, flag
+    for name in re.findall(r"`([\w/-]+\.(?:py|txt|md|png|jsonl))`", readme):
+        inside_a_run = name in ("metrics.jsonl", "samples.jsonl", "curve.png")
+        assert inside_a_run or (HERE / name).exists(), name
+    (said,) = re.findall(r"(\d+) lines", readme)
+    assert int(said) == len((HERE / "train.py").read_text().splitlines())
+
+
+def test_averages_skip_what_is_missing():
+    assert averages([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 2}
+
+
+# ------------------------------------------------ under torchrun: the worker ------------------------------------------
+def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -> dict:
+    """One update of this rank's share of the samples, with what must not depend on the ranks."""
+    dp, actor, record = trainer.mesh["dp"], trainer.actor, {"gradients": {}}
+    names = {id(value): name for name, value in actor.model.named_parameters()}
+    clip, step = torch.nn.utils.clip_grad_norm_, actor.optimizer.step
+
+    def watched_clip(parameters, *args, **options):
+        record["gradients"] = {names[id(p)]: p.grad.full_tensor().clone() for p in parameters}
+        norm = clip(parameters, *args, **options)
+        record["clipped_norm"] = torch.cat([p.grad.full_tensor().flatten() for p in parameters]).norm().item()
+        return norm
+
+    torch.nn.utils.clip_grad_norm_ = watched_clip
+    mine = [sample for i in range(dp.get_local_rank() * 2, len(samples), dp.size() * 2) for sample in samples[i:i + 2]]
+    record |= trainer.actor.update([trainer.micro_batches(mine)])
+    torch.nn.utils.clip_grad_norm_, actor.optimizer.step = clip, step
+    for when in ("before_push", "after_push"):
+        ((ids, logprobs, _),) = ask(engine, [([5, 6, 7], 0)])
+        sample = Sample([], {}, [5, 6, 7] + ids, [0] * 3 + [1] * len(ids), [0] * 3 + logprobs)
+        batch = train.make_batch([sample], [1.0], "cpu")
+        with torch.no_grad():
+            record[when] = (actor.logprobs(batch)[0] - batch.engine_logprobs).abs().max().item()
+        engine.push(actor.weights("float32"))
+    return record
+
+
+def worker(job: str, models: Path, output: Path):
+    """What the tests above start under torchrun."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    train.init_distributed(Config())
+    world = dist.get_world_size()
+    for model in sorted(models.iterdir()):
+        if job == "export":
+            mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+            train.Actor(str(model), mesh, Config(), len(tokenizer)).save(output / model.name)
+            continue
+        for case, (tp, budget, recompute) in enumerate(CASES[world]):
+            mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+            config = Config(model=str(model), group_size=2, tokens_per_micro_batch=budget, max_new_tokens=8, lr=0.05,
+                            gradient_checkpointing=recompute, warmup_steps=0)
+            engine = LocalEngine(str(model), tokenizer, mesh, config)
+            record = gradients_of(make_trainer(config, mesh), some_samples(), engine)
+            if dist.get_rank() == 0:
+                torch.save(record, output / f"{model.name}-{case}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
