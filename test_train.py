@@ -508,6 +508,15 @@ def test_rows_of_every_known_kind(tmp_path):
             assert train.reward_fn(sample) == 0.0
 
 
+@pytest.mark.parametrize("source, name, config, split", [
+    ("openai/gsm8k/main:test[:5]", "openai/gsm8k", "main", "test[:5]"), ("owner/set", "owner/set", None, "train"),
+    ("set:test", "set", None, "test")])
+def test_names_of_the_hub(monkeypatch, source, name, config, split):
+    asked = []
+    monkeypatch.setattr("tools.inputs.load_dataset", lambda *args, **options: asked.append((args, options)) or [1])
+    assert load_rows(source) == [1] and asked == [((name, config), {"split": split})]
+
+
 def test_bad_models_are_named(tmp_path, tokenizer):
     BertConfig().save_pretrained(tmp_path / "bert")
     (tmp_path / "nothing").mkdir()

@@ -61,13 +61,12 @@ def load_rows(source: str):
     """
     name, _, split = source.partition(":")
     kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
-    owner, _, rest = name.partition("/")
-    repository, _, config = rest.partition("/")
+    parts = name.split("/")     # owner, name and maybe a configuration of a Hub dataset
     try:
         if kind:
             rows = load_dataset(kind, data_files=name, split=split or "train")
         else:
-            rows = load_dataset(f"{owner}/{repository}", config or None, split=split or "train")
+            rows = load_dataset("/".join(parts[:2]), "/".join(parts[2:]) or None, split=split or "train")
     except Exception as error:
         raise UserError(f"--data {source} cannot be read, or is empty: {brief(error)}") from error
     if len(rows) == 0:
