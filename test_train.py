@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # a name that is no folder is refused at once
@@ -99,13 +100,13 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
-def run(*command: str, processes: int = 0, timeout: int = 600) -> subprocess.CompletedProcess:
+def run(*command: str, processes: int = 0, timeout: int = 600, **environment) -> subprocess.CompletedProcess:
     """Runs python, or torchrun with so many processes, in this folder."""
     launcher = [sys.executable]
     if processes:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return subprocess.run([*launcher, *map(str, command)], cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True,
-                          timeout=timeout)
+    return subprocess.run([*launcher, *map(str, command)], cwd=HERE, env=ENVIRONMENT | environment,
+                          capture_output=True, text=True, timeout=timeout)
 
 
 # ------------------------------------------------ rewards -------------------------------------------------------------
@@ -603,6 +604,21 @@ def test_a_failing_reward_ends_in_one_line(tmp_path):
     done = run(script, "--output_dir", tmp_path / "run", "--eval_every", "0", processes=2)
     ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert len(ours) == 1 and "reward_fn must return one finite number, not 'high'" in ours[0], done.stderr[-2000:]
+
+
+@pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang; .ci/sglang_cpu/install brings it for a CPU")
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_real_sglang_agrees_with_the_actor(tmp_path, tp_size):
+    done = run("train.py", "--engine", "sglang", "--tp_size", tp_size, "--steps", 5, "--lr", "2e-4", "--warmup_steps", 0,
+               "--eval_every", 0, "--output_dir", tmp_path, "--wandb", "off", processes=2, SGLANG_USE_CPU_ENGINE="1",
+               SGLANG_CPU_OMP_THREADS_BIND="|".join("01"[:tp_size]), PYTHONPATH=str(HERE / ".ci/sglang_cpu"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(history) == 5 and max(record["logprob_diff_max"] for record in history) < 1e-4
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    ended = [sample for sample in samples if not sample["truncated"]]
+    eos = AutoTokenizer.from_pretrained(TINY).eos_token_id
+    assert len(ended) > 1000 and all(sample["ids"][-1] == eos and sample["mask"][-1] for sample in ended)
 
 
 # ------------------------------------------------ the form of the files -----------------------------------------------

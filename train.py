@@ -419,17 +419,14 @@ class Actor:
     """The policy that learns: a sharded model and its optimiser."""
 
     def __init__(self, path: str, mesh: DeviceMesh, config: Config, vocab_size: int):
-        self.config, self.vocab_size, self.dp = config, vocab_size, mesh["dp"]
+        self.config, self.dp = config, mesh["dp"]
         self.model = sharded_model(path, mesh, config)
         dcp.load(self.weights("float32"), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
+        self.logprobs = partial(self.model.logprobs, temperature=config.temperature, vocab_size=vocab_size)
         self.parameters = list(self.model.parameters())     # now: once gathered, FSDP shows other tensors
         self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0)
         self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
                                        config.steps * config.updates_per_step)
-
-    def logprobs(self, batch: Batch):
-        """Log-probs [N] and entropies [N] of the trained tokens, at the sampling temperature."""
-        return self.model.logprobs(batch, self.config.temperature, self.vocab_size)
 
     def update(self, updates: list[list[Batch]]) -> dict[str, float]:
         """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
@@ -482,10 +479,13 @@ class SGLangEngine:
         self.engine, self.loop, self.share = None, asyncio.new_event_loop(), slice(0)
         if mesh["tp"].get_local_rank() == 0:
             import sglang
+            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)    # else its ranks would wait at torchrun's store
+            gpu = dict(base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=True)
+            cpu = dict(attention_backend="torch_native", sampling_backend="pytorch", grammar_backend="none",
+                       disable_cuda_graph=True, max_total_tokens=32768)     # what runs without CUDA's kernels
             self.engine = sglang.Engine(
-                model_path=path, dtype=config.dtype, device=config.device, tp_size=mesh["tp"].size(),
-                base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=config.device == "cuda",
-                skip_tokenizer_init=True, log_level="error", **config.sglang_args)
+                model_path=path, dtype=config.dtype, device=config.device, tp_size=mesh["tp"].size(), log_level="error",
+                skip_tokenizer_init=True, **(gpu if config.device == "cuda" else cpu) | config.sglang_args)
             self.loop, self.share = self.engine.loop, slice(None)   # it asks for the whole group
         self.stops, self.max_new_tokens = [tokenizer.eos_token_id], config.max_new_tokens
 
