@@ -596,6 +596,13 @@ def test_samples_do_not_depend_on_the_number_of_processes(tmp_path):
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 2 * 6 * 4
 
 
+def test_a_run_is_never_written_over(learned):
+    folder, _ = learned
+    before = (folder / "metrics.jsonl").read_text()
+    done = run("train.py", "--output_dir", folder)
+    assert done.returncode == 2 and "--output_dir" in done.stderr and (folder / "metrics.jsonl").read_text() == before
+
+
 def test_a_failing_reward_ends_in_one_line(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import sys; sys.path.insert(0, '.'); import train\n"
@@ -609,8 +616,8 @@ def test_a_failing_reward_ends_in_one_line(tmp_path):
 @pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang; .ci/sglang_cpu/install brings it for a CPU")
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_real_sglang_agrees_with_the_actor(tmp_path, tp_size):
-    done = run("train.py", "--engine", "sglang", "--tp_size", tp_size, "--steps", 5, "--lr", "2e-4", "--warmup_steps", 0,
-               "--eval_every", 0, "--output_dir", tmp_path, "--wandb", "off", processes=2, SGLANG_USE_CPU_ENGINE="1",
+    done = run("train.py", "--engine", "sglang", "--tp_size", tp_size, "--steps", 5, "--lr", "2e-4",
+               "--warmup_steps", 0, "--eval_every", 0, "--output_dir", tmp_path, "--wandb", "off", processes=2, SGLANG_USE_CPU_ENGINE="1",
                SGLANG_CPU_OMP_THREADS_BIND="|".join("01"[:tp_size]), PYTHONPATH=str(HERE / ".ci/sglang_cpu"))
     assert done.returncode == 0, done.stderr[-3000:]
     history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

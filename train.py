@@ -51,7 +51,7 @@ from transformers.hf_argparser import HfArg
 
 import rewards
 from local_engine import LocalEngine
-from tools.inputs import JSON, UserError, check_prompts, find_model, load_rows, parse_flags
+from tools.inputs import JSON, UserError, check_prompts, find_folder, find_model, load_rows, parse_flags
 from tools.runlog import RunLog
 
 
@@ -532,9 +532,7 @@ class Trainer:
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
         self.config, self.reward_fn, self.env_step, self.times = config, reward_fn, env_step, Counter()
         self.mesh = init_distributed(config)
-        folder = [config.output_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S")]
-        dist.broadcast_object_list(folder)              # the clock of rank 0
-        config.output_dir = folder[0]
+        config.output_dir = find_folder(config.output_dir)
         path, model_config = find_model(config.model)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.data = dataset_class(config.data)

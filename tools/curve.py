@@ -25,7 +25,7 @@ def draw(runs: list[Path], output: Path):
         from matplotlib.figure import Figure     # no pyplot: no window, no global state
     except ImportError:
         return
-    histories = {run.name: read(run) for run in runs}
+    histories = {str(run): read(run) for run in runs}
     names = {name for history in histories.values() for record in history for name in record}
     habits = sorted(name for name in names - STANDARD if not name.startswith("time_"))
     panels = [["reward", "eval_score"], habits, ["entropy"], ["response_length"], ["logprob_diff", "logprob_diff_max"]]

@@ -1,5 +1,6 @@
 """What a user hands in: flags, a model, data, prompts. Each is checked, and what is wrong ends in one clear line."""
 import json
+import time
 from pathlib import Path
 
 import torch
@@ -37,6 +38,15 @@ def parse_flags(config_class, tiny: dict, arguments: list[str]):
     if not torch.cuda.is_available() and not any(argument.split("=")[0] == "--model" for argument in arguments):
         parser.set_defaults(**tiny)
     return config_class(**vars(parser.parse_args(arguments)))
+
+
+def find_folder(name: str) -> str:
+    """The folder of this run, the same on every rank: by default named by the time. Raises UserError if in use."""
+    folder = [name or time.strftime("runs/%Y-%m-%d_%H-%M-%S")]
+    dist.broadcast_object_list(folder)      # the clock of rank 0
+    if (Path(folder[0]) / "metrics.jsonl").exists():
+        raise UserError(f"--output_dir {folder[0]} holds a run already; name another folder, or remove that one")
+    return folder[0]
 
 
 def find_model(name: str) -> tuple[str, AutoConfig]:

@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 
@@ -106,6 +107,8 @@ def start_wandb(config: dict):
     """A wandb run, or None; never asks. "auto" is online for who is logged in, and off for everyone else."""
     mode = config["wandb"]
     if mode == "off":
+        return None
+    if mode == "auto" and not find_spec("wandb"):
         return None
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb        # slow to import: only where it is used
