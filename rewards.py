@@ -7,7 +7,7 @@ import re
 from fractions import Fraction
 
 TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])", re.ASCII)
-NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+", re.ASCII)
+NUMBER = re.compile(r"(?:(?<![0-9)])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)", re.ASCII)      # in 5-6 the last is 6
 MAX_EXPRESSION = 200    # characters; an answer to countdown is far shorter
 MAX_DIGITS = 18         # of one number in it
 
@@ -26,7 +26,7 @@ def countdown(text: str, nums: list[int], target: int) -> float:
         value, used = evaluate(answer.split("=")[0])
     except (ValueError, ZeroDivisionError):
         return 0.0
-    return float(value == target and sorted(used) == sorted(nums))
+    return float(value == Fraction(target) and sorted(used) == sorted(map(int, nums)))
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
@@ -116,7 +116,7 @@ def gsm8k_last_number(text: str, gold: str) -> float:
     found = NUMBER.findall(text)
     if not found:
         return 0.0
-    right = NUMBER.findall(gold.split("####")[-1])
+    right = NUMBER.findall(str(gold).split("####")[-1])
     if not right:
         raise ValueError(f"no number in the answer {gold!r}")
     return float(as_fraction(found[-1]) == as_fraction(right[-1]))
@@ -128,9 +128,9 @@ def as_fraction(number: str) -> Fraction | None:
 
 
 def math(text: str, gold: str) -> float:
-    r"""1.0 when the text's \boxed{} answer is mathematically the gold one (LaTeX), else 0.0; graded by math-verify."""
+    r"""1.0 when the text's last \boxed{} is mathematically the gold answer (LaTeX), else 0.0; graded by math-verify."""
     from math_verify import LatexExtractionConfig, parse, verify     # slow to import: only where it is used
 
     boxed = [LatexExtractionConfig(boxed_match_priority=0)]
-    answer = parse(text, extraction_config=boxed, extraction_mode="first_match")
+    answer = parse(text[max(text.rfind("\\boxed"), 0):], extraction_config=boxed, extraction_mode="first_match")
     return float(bool(answer) and verify(parse(f"\\boxed{{{gold}}}"), answer))

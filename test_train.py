@@ -146,12 +146,19 @@ def test_countdown_habits():
 @pytest.mark.parametrize("text, gold, reward", [
     ("so 72.", "48+24 = <<48+24=72>>72\n#### 72", 1), ("It is $1,072.00", "#### 1072", 1), ("72 or 73", "#### 72", 0),
     ("-5", "#### -5", 1), ("5", "#### -5", 0), ("none", "#### 3", 0), ("7", "7", 1), ("\\boxed{72}", "#### 72", 1),
-    ("7" * 10**5, "#### 7", 0)])
+    ("7" * 10**5, "#### 7", 0), ("5-6", "#### 6", 1), ("(5)-6", "6", 1), ("= -6", "6", 0)])
 def test_gsm8k_last_number(text, gold, reward):
     assert rewards.gsm8k_last_number(text, gold) == reward
 
 
+def test_rows_may_be_mixed_and_their_numbers_strings():
+    sample = Sample([], {"nums": None, "target": None, "question": "?", "answer": 4}, text="It is 4.")
+    assert train.reward_fn(sample) == 1.0
+    assert rewards.countdown("<answer>1+2</answer>", ["1", "2"], "3") == 1.0
+
+
 @pytest.mark.parametrize("text, gold, reward", [
+    (r"\boxed{3}, no: \boxed{4}", "4", 1), (r"\boxed{4}, no: \boxed{3}", "4", 0),
     (r"so \boxed{\frac{1}{2}}", "0.5", 1),
     (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
     (r"\boxed{3}", "4", 0), ("it is 0.5", "0.5", 0), ("", "1", 0)])
@@ -241,7 +248,7 @@ def test_rollout_keeps_the_sampled_ids_and_masks_the_replies(tokenizer):
         return "again" if len(sample.text) else None
 
     reply = tokenizer.encode("again")
-    sample = asyncio.run(train.rollout(Sample(GREETING, {}), tokenizer, generate, env_step, 2))
+    sample = asyncio.run(train.rollout(Sample(GREETING, {}), tokenizer, generate, env_step, 2, 999))
     prompt = len(sample.ids) - len(letters) - len(reply) - 1
     assert sample.ids[prompt:] == letters + reply + [tokenizer.eos_token_id]
     assert sample.mask == [0] * prompt + [1] * len(letters) + [0] * len(reply) + [1]
@@ -257,7 +264,20 @@ def test_rollout_ends_when_a_turn_is_cut_off(tokenizer):
     async def env_step(sample):
         raise AssertionError("no reply to half a turn")
 
-    sample = asyncio.run(train.rollout(Sample(GREETING, {}), tokenizer, generate, env_step, 3))
+    sample = asyncio.run(train.rollout(Sample(GREETING, {}), tokenizer, generate, env_step, 3, 999))
+    assert sample.truncated and sum(sample.mask) == 2
+
+
+def test_rollout_ends_where_the_context_has_no_room(tokenizer):
+    async def generate(ids, turn):
+        return [5, 6], [-1.0, -1.0], False
+
+    async def env_step(sample):
+        return "again"
+
+    prompt = len(train.encode_prompt(tokenizer, Sample(GREETING, {})))
+    room = prompt + 2 + len(tokenizer.encode("again")) - 1
+    sample = asyncio.run(train.rollout(Sample(GREETING, {}), tokenizer, generate, env_step, 9, room))
     assert sample.truncated and sum(sample.mask) == 2
 
 
@@ -459,6 +479,7 @@ def flags(*arguments):
 
 def test_bare_run_on_a_cpu_is_the_embedded_one():
     assert (flags().model == train.TINY["model"]) == (not torch.cuda.is_available())
+    assert flags("--data", "mine.jsonl").eval_data == "" and flags("--model", "x").eval_data == Config.eval_data
     assert flags("--model", "x").data == Config.data and flags("--lr", "0.5", "--seed=3").seed == 3
 
 
@@ -466,7 +487,9 @@ def test_bare_run_on_a_cpu_is_the_embedded_one():
     (["--learning_rate", "1"], "--learning_rate"), (["--lr", "fast"], "--lr"), (["--algo", "sarsa"], "--algo"),
     (["--group_size", "1"], "--group_size"), (["--steps", "0"], "--steps"), (["--temperature", "0"], "--temperature"),
     (["--engine", "vllm"], "--engine"), (["--lr", "nan"], "--lr"), (["stray"], "stray"),
-    (["--device", "tpu"], "--device"), (["--prompts_per_step", "1.5"], "--prompts_per_step")])
+    (["--device", "tpu"], "--device"), (["--lr", "inf"], "--lr"),
+    (["--clip_low", "-1"], "--clip_low"), (["--eval_every", "-2"], "--eval_every"),
+    (["--prompts_per_step", "1.5"], "--prompts_per_step")])
 def test_bad_flags_are_named(arguments, said):
     with pytest.raises(UserError, match=said) as error:
         flags(*arguments)
@@ -522,10 +545,11 @@ def test_bad_models_are_named(tmp_path, tokenizer):
     BertConfig().save_pretrained(tmp_path / "bert")
     (tmp_path / "nothing").mkdir()
     Qwen3Config().save_pretrained(tmp_path / "weightless")
+    random_model(tmp_path / "window", "qwen2", True, use_sliding_window=True, sliding_window=4)
     for name, said in (("bert", "is a bert; it must be one of qwen2"), ("nothing", "neither a model folder"),
-                       ("weightless", "no weights")):
+                       ("weightless", "no weights"), ("window", "sliding window")):
         with pytest.raises(UserError, match=f"--model {tmp_path / name}.*{said}"):
-            find_model(str(tmp_path / name))
+            find_model(str(tmp_path / name), 1)
 
 
 def test_train_py_ends_in_one_line_and_code_2(tmp_path):
@@ -616,8 +640,8 @@ def test_a_failing_reward_ends_in_one_line(tmp_path):
 @pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang; .ci/sglang_cpu/install brings it for a CPU")
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_the_real_sglang_agrees_with_the_actor(tmp_path, tp_size):
-    done = run("train.py", "--engine", "sglang", "--tp_size", tp_size, "--steps", 5, "--lr", "2e-4",
-               "--warmup_steps", 0, "--eval_every", 0, "--output_dir", tmp_path, "--wandb", "off", processes=2, SGLANG_USE_CPU_ENGINE="1",
+    done = run("train.py", "--engine", "sglang", "--tp_size", tp_size, "--steps", 5, "--lr", "2e-4", "--eval_every", 0,
+               "--warmup_steps", 0, "--output_dir", tmp_path, "--wandb", "off", processes=2, SGLANG_USE_CPU_ENGINE="1",
                SGLANG_CPU_OMP_THREADS_BIND="|".join("01"[:tp_size]), PYTHONPATH=str(HERE / ".ci/sglang_cpu"))
     assert done.returncode == 0, done.stderr[-3000:]
     history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -51,7 +51,7 @@ from transformers.hf_argparser import HfArg
 
 import rewards
 from local_engine import LocalEngine
-from tools.inputs import JSON, UserError, check_prompts, find_folder, find_model, load_rows, parse_flags
+from tools.inputs import JSON, UserError, check_prompts, find_folder, find_model, find_tokenizer, load_rows, parse_flags
 from tools.runlog import RunLog
 
 
@@ -62,8 +62,8 @@ ALGORITHMS = {  # rows for --algo; A is made in `group_advantages`, the weight o
     "grpo": dict(baseline="mean", normalize="std", aggregation="sequence"),
     # Dr. GRPO, arXiv:2503.20783 sec. 3.2: A = r - mean; a token weighs 1 / (B max_new_tokens), whatever the length
     "dr_grpo": dict(baseline="mean", normalize="none", aggregation="constant"),
-    # RLOO, arXiv:2402.14740 eq. 8: A = r - mean of the other G - 1 rewards
-    "rloo": dict(baseline="leave_one_out", normalize="none", aggregation="sequence"),
+    # RLOO, arXiv:2402.14740 eq. 8: A = r - mean of the other G - 1 rewards; a completion is one action, so its sum
+    "rloo": dict(baseline="leave_one_out", normalize="none", aggregation="constant"),
 }
 GPU = torch.cuda.is_available()
 ASSETS = Path(__file__).parent / "assets"
@@ -97,11 +97,11 @@ class Config:
     steps: int = HfArg(default=200, help="rollouts in all")
     lr: float = HfArg(default=1e-6, help="peak learning rate of AdamW")
     lr_schedule: Literal["constant_with_warmup", "cosine"] = HfArg(default="constant_with_warmup", help="of lr")
-    warmup_steps: int = HfArg(default=5, help="optimiser steps until the peak learning rate")
+    warmup_steps: int = HfArg(default=5, help="optimiser steps from 0, the first, to the peak")
     max_grad_norm: float = HfArg(default=1.0, help="bound on the one norm over all ranks and parameters")
     # machine
     tp_size: int = HfArg(default=0, help="ranks that share each layer; 0: 2 on an even number of GPUs, else 1")
-    device: Literal["cuda", "cpu"] = HfArg(default="cuda" if GPU else "cpu", help="where the actor lives")
+    device: Literal[("cuda", "cpu") if GPU else ("cpu",)] = HfArg(default="cuda" if GPU else "cpu", help="of the actor")
     dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16" if GPU else "float32", help="of compute")
     tokens_per_micro_batch: int = HfArg(default=8192, help="budget of one packed forward and backward pass on a rank")
     gradient_checkpointing: bool = HfArg(default=True, help="recompute activations: slower, but far less memory")
@@ -115,14 +115,17 @@ class Config:
     def __post_init__(self):
         for name in ("prompts_per_step", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
                      "lr", "max_grad_norm", "tokens_per_micro_batch"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"--{name} must be above 0, not {getattr(self, name)}")
+        for name in ("clip_low", "clip_high", "warmup_steps", "eval_every"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"--{name} must be 0 or more, not {getattr(self, name)}")
         if self.group_size < 2:
             raise UserError(f"--group_size must be 2 or more, not {self.group_size}: a group is its own baseline")
-        if self.device == "cuda" and not GPU:
-            raise UserError("--device cuda: torch finds no GPU here; use --device cpu")
         if self.engine == "auto":
             self.engine = "sglang" if self.device == "cuda" and find_spec("sglang") else "local"
+        if self.engine == "sglang" and not find_spec("sglang"):
+            raise UserError("--engine sglang: not installed; requirements.txt has it, --engine local needs none")
 
 
 # ------------------------------------------------ 2. The task: edit here ----------------------------------------------
@@ -181,16 +184,16 @@ class RLDataset(torch.utils.data.Dataset):
 def reward_fn(sample: Sample) -> float:
     """EDIT HERE: how good is sample.text? Any finite number; may be async; sample.metrics takes numbers to log."""
     row = sample.row
-    if "nums" in row:
-        sample.metrics = rewards.countdown_habits(sample.text, row["target"])
+    if row.get("nums") is not None:
+        sample.metrics |= rewards.countdown_habits(sample.text, row["target"])
         return rewards.countdown(sample.text, row["nums"], row["target"])
-    if "question" in row:
+    if row.get("question") is not None:
         return rewards.gsm8k_last_number(sample.text, row["answer"])
     return rewards.math(sample.text, row["answer"])
 
 
 async def env_step(sample: Sample) -> str | None:
-    """EDIT HERE for --max_turns above 1: the text that answers the policy's turn, or None to end the episode."""
+    """EDIT HERE for --max_turns above 1: what follows the policy's turn, chat markup included, or None to end."""
     return None
 
 
@@ -200,8 +203,8 @@ def encode_prompt(tokenizer, sample: Sample) -> list[int]:
     return tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False)
 
 
-async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int) -> Sample:
-    """Plays one episode. Token in, token out: the mask is made where the token is made.
+async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int, room: int) -> Sample:
+    """Plays one episode, cut off where a turn would follow over `room` tokens. The mask is made with the token.
 
     `await generate(ids, turn)` is the policy: new ids [T], their log-probs [T], and whether a limit cut it off.
     """
@@ -214,6 +217,9 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int)
         if reply is None:
             break
         sample.append(tokenizer.encode(reply, add_special_tokens=False), mask=0)
+        if len(sample.ids) > room:
+            sample.truncated = True
+            break
     return sample
 
 
@@ -332,10 +338,7 @@ def gather(items: list, mesh: DeviceMesh) -> list:
 
 # ------------------------------------------------ 8. Sharding ---------------------------------------------------------
 def apply_tensor_parallel(model, mesh: DeviceMesh):
-    """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors. Raises UserError where the heads do not divide."""
-    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
-        if getattr(model.config, what) % mesh.size():
-            raise UserError(f"--tp_size {mesh.size()} does not divide the model's {what} {getattr(model.config, what)}")
+    """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors; `find_model` has seen that the heads divide."""
     column, row = ColwiseParallel(), RowwiseParallel()
     plan = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),   # a slice of the vocabulary, as the head
@@ -511,10 +514,11 @@ class SGLangEngine:
 
     def ask(self, method: str, *args, **options):
         """Calls SGLang from the rank that may. It returns its failures: this raises RuntimeError for them."""
-        if hasattr(self.engine, method):    # those around a weight update exist from 0.5.22 on
-            answer = getattr(self.engine, method)(*args, **options)
-            if isinstance(answer, tuple) and not answer[0]:
-                raise RuntimeError(f"sglang: {method} failed: {answer[1]}")
+        if self.engine is None or method.endswith("_weight_update") and not hasattr(self.engine, method):
+            return          # another rank's affair; or SGLang is older than 0.5.22 and wants no such call
+        answer = getattr(self.engine, method)(*args, **options)
+        if isinstance(answer, tuple) and not answer[0]:
+            raise RuntimeError(f"sglang: {method} failed: {answer[1]}")
 
 
 # ================================================ Part III: the loop ==================================================
@@ -533,12 +537,11 @@ class Trainer:
         self.config, self.reward_fn, self.env_step, self.times = config, reward_fn, env_step, Counter()
         self.mesh = init_distributed(config)
         config.output_dir = find_folder(config.output_dir)
-        path, model_config = find_model(config.model)
-        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        path, context = find_model(config.model, self.mesh["tp"].size())
+        self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
         self.data = dataset_class(config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
-        check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer),
-                      room=model_config.max_position_embeddings - config.max_new_tokens)
+        check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
         engine_class = SGLangEngine if config.engine == "sglang" else LocalEngine
         self.engine = engine_class(path, self.tokenizer, self.mesh, config)
         self.actor = Actor(path, self.mesh, config, len(self.tokenizer))
@@ -586,7 +589,7 @@ class Trainer:
         dp, tp = self.mesh["dp"], self.mesh["tp"]
         mine = prompts[dp.get_local_rank()::dp.size()][self.engine.share]
         episodes = [self.episode(dataset[row], (place, i), temperature) for place, row in mine for i in range(size)]
-        bar = tqdm.gather(*episodes, desc="rollout", leave=False, disable=None)
+        bar = tqdm.gather(*episodes, desc="rollout", leave=False, disable=None if dist.get_rank() == 0 else True)
         return gather(self.engine.loop.run_until_complete(bar), tp)
 
     async def episode(self, sample: Sample, key: tuple[int, ...], temperature: float) -> Sample:
@@ -594,8 +597,8 @@ class Trainer:
         def generate(ids, turn):
             return self.engine.generate(ids, temperature, hash((self.config.seed, *key, turn)))
 
-        await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns)
-        with self.timed("reward"):      # within time_rollout
+        await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns, self.room)
+        with self.timed("reward"):      # a sum over samples, within time_rollout; waits of async rewards overlap
             sample.reward = await score(sample, self.reward_fn)
         return sample
 

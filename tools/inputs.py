@@ -8,7 +8,7 @@ import torch.distributed as dist
 from datasets import load_dataset
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 from transformers.hf_argparser import HfArgumentParser
 
 FAMILIES = ("qwen2", "qwen3", "llama")      # Qwen2.5 is a qwen2
@@ -28,15 +28,19 @@ class JSON(dict):
 def parse_flags(config_class, tiny: dict, arguments: list[str]):
     """Flags to an instance of a dataclass; `tiny` gives other defaults where there is neither a GPU nor a --model.
 
-    Raises UserError, with argparse's own sentence for an unknown flag or a wrong type.
+    With --data of one's own the default --eval_data is none. Raises UserError, with argparse's sentence for an unknown
+    flag or a wrong type.
     """
     def raise_user_error(message: str):
         raise UserError(message)
 
     parser = HfArgumentParser(config_class, allow_abbrev=False)
     parser.error = raise_user_error
-    if not torch.cuda.is_available() and not any(argument.split("=")[0] == "--model" for argument in arguments):
+    given = {argument.split("=")[0] for argument in arguments}
+    if not torch.cuda.is_available() and "--model" not in given:
         parser.set_defaults(**tiny)
+    if "--data" in given:
+        parser.set_defaults(eval_data="")
     return config_class(**vars(parser.parse_args(arguments)))
 
 
@@ -49,8 +53,8 @@ def find_folder(name: str) -> str:
     return folder[0]
 
 
-def find_model(name: str) -> tuple[str, AutoConfig]:
-    """A model's folder, fetched from the Hub if it is none, and its config. Raises UserError for other families."""
+def find_model(name: str, tp_size: int) -> tuple[str, int]:
+    """A model's folder, fetched from the Hub if it is none, and its context in tokens. Raises UserError if unfit."""
     try:
         path = name if Path(name).is_dir() else snapshot_download(
             name, allow_patterns=["*.json", "*.jinja", "*.safetensors", "*.txt"])
@@ -61,7 +65,20 @@ def find_model(name: str) -> tuple[str, AutoConfig]:
         raise UserError(f"--model {name} is a {config.model_type}; it must be one of {', '.join(FAMILIES)}")
     if not list(Path(path).glob("*.safetensors")):
         raise UserError(f"--model {name} has no weights: no *.safetensors in {path}")
-    return path, config
+    if getattr(config, "use_sliding_window", False):
+        raise UserError(f"--model {name} attends within a sliding window, which is not implemented")
+    for what in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+        if getattr(config, what) % tp_size:
+            raise UserError(f"--tp_size {tp_size} does not divide the model's {what} {getattr(config, what)}")
+    return path, config.max_position_embeddings
+
+
+def find_tokenizer(path: str):
+    """The tokenizer of a model's folder. Raises UserError if it has no chat template, which makes the prompts."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    if not tokenizer.chat_template:
+        raise UserError(f"--model {path}: its tokenizer has no chat template; take an instruct model, or add one")
+    return tokenizer
 
 
 def load_rows(source: str):

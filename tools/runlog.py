@@ -44,12 +44,12 @@ class RunLog:
         if not self.enabled or not (metrics or samples):
             return
         habits = dict(sorted(averages(sample.metrics for sample in samples).items()))
-        record = {"step": step} | (summary(samples) if samples else {}) | metrics | habits
+        record = habits | {"step": step} | (summary(samples) if samples else {}) | metrics  # no habit hides a metric
         if step == 1:
             say(f"\n{marked(samples[0], self.tokenizer)}\n\n(the first sample, with a reward of {samples[0].reward:g}; "
                 "the tokens in « » are trained)\n")
         shown = {name: format(record[name], form) for name, form in SHOWN.items() if name in record}
-        shown |= {name: format(value, ".2f") for name, value in habits.items()}
+        shown |= {name: format(value, ".2f") for name, value in habits.items() if name not in shown}
         say(f"step {step} | " + " | ".join(f"{name} {text}" for name, text in shown.items()))
         self.metrics.write(json.dumps(record) + "\n")
         self.metrics.flush()
