@@ -435,7 +435,7 @@ class Actor:
         """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
         sums, worst, norms = torch.zeros(5), 0.0, []
         for batches in updates:
-            for batch in batches:
+            for batch in tqdm(batches, desc="update", leave=False, disable=None if dist.get_rank() == 0 else True):
                 logprobs, entropy = self.logprobs(batch)
                 old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
                 loss, clipped = policy_loss(logprobs, old_logprobs, batch.advantages, batch.weights,
