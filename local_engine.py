@@ -1,6 +1,6 @@
 """The engine for CPUs, and for GPUs without sglang: samples in the trainer's process, from a whole copy of the model.
 
-It has what `SGLangEngine` in train.py has: generate, sleep, push, `loop` and `share`. It stands in a file of its
+It has what `SGLangEngine` in train.py has: generate, sleep, push, close, `loop` and `share`. It stands in a file of its
 own as SGLang stands in a package of its own: train.py can be read, and forked, without it.
 """
 import asyncio
@@ -32,7 +32,7 @@ class LocalEngine:
     wave_size = 256     # sequences decoded at once
 
     def __init__(self, path: str, tokenizer, mesh, config):
-        self.loop, self.waiting, self.server = asyncio.new_event_loop(), [], None
+        self.loop, self.waiting, self.server, self.version = asyncio.new_event_loop(), [], None, 0
         self.share = slice(mesh["tp"].get_local_rank(), None, mesh["tp"].size())    # of its group's prompts
         self.device, self.vocab_size, self.max_new_tokens = config.device, len(tokenizer), config.max_new_tokens
         model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, config.dtype))
@@ -41,13 +41,14 @@ class LocalEngine:
         stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
         self.stops = torch.tensor(sorted(stops), device=self.device)
 
-    async def generate(self, ids: list[int], temperature: float, seed: int) -> tuple[list[int], list[float], bool]:
+    async def generate(self, ids: list[int], temperature: float, seed: int, limit: int = 0):
         """Samples one completion of the prompt `ids` from the weights of the last push.
 
-        Returns its ids [T], the stop id included, their log-probs [T], and whether it was cut off at max_new_tokens.
+        Returns its ids [T], the stop id included, their log-probs [T], the number of that push [T], and whether it was
+        cut off at `limit` tokens, by default max_new_tokens.
         """
         future = self.loop.create_future()
-        self.waiting.append((tuple(ids), temperature, seed, future))
+        self.waiting.append(((temperature, limit or self.max_new_tokens), tuple(ids), seed, future))
         if self.server is None or self.server.done():
             self.server = self.loop.create_task(self.serve())
         return await future
@@ -56,11 +57,12 @@ class LocalEngine:
         """Decodes wave after wave until nobody waits; an error reaches everyone in its wave."""
         await asyncio.sleep(0)      # whoever is about to ask asks now
         while self.waiting:
-            wave = [request for request in self.waiting if request[1] == self.waiting[0][1]][:self.wave_size]
-            self.waiting = [request for request in self.waiting if request not in wave]
-            prompts, temperatures, seeds, futures = zip(*wave)
+            alike = [request for request in self.waiting if request[0] == self.waiting[0][0]]
+            others = [request for request in self.waiting if request[0] != self.waiting[0][0]]
+            wave, self.waiting = alike[:self.wave_size], alike[self.wave_size:] + others
+            kinds, prompts, seeds, futures = zip(*wave)
             try:
-                await self.decode(prompts, temperatures[0], seeds, futures)
+                await self.decode(prompts, *kinds[0], seeds, futures)
             except Exception as error:
                 for future in futures:
                     if not future.done():
@@ -74,10 +76,10 @@ class LocalEngine:
                                   use_cache=True).last_hidden_state
         return self.model.lm_head(states[:, -1])[:, :self.vocab_size]   # ids beyond the tokenizer's are never sampled
 
-    async def decode(self, prompts, temperature: float, seeds, futures):
+    async def decode(self, prompts, temperature: float, limit: int, seeds, futures):
         """Samples B completions; a prompt that several share is run once, and whoever is finished leaves the batch."""
         unique = list(dict.fromkeys(prompts))
-        width, cache, limit = max(map(len, unique)), DynamicCache(config=self.model.config), self.max_new_tokens
+        width, cache = max(map(len, unique)), DynamicCache(config=self.model.config)
         padded = torch.tensor([[-1] * (width - len(ids)) + list(ids) for ids in unique], device=self.device)
         real = (padded >= 0).long()
         logits = self.forward(padded.clamp(min=0), real, cache)
@@ -95,7 +97,8 @@ class LocalEngine:
             stopped = torch.isin(token, self.stops)
             ended = stopped if t < limit - 1 else torch.ones_like(stopped)
             for i, stop in zip(live[ended].tolist(), stopped[ended].tolist()):
-                futures[i].set_result((ids[i, :t + 1].tolist(), logprobs[i, :t + 1].tolist(), not stop))
+                futures[i].set_result((ids[i, :t + 1].tolist(), logprobs[i, :t + 1].tolist(), [self.version] * (t + 1),
+                                       not stop))
             rows = (~ended).nonzero()[:, 0]
             if len(rows) == 0:
                 return
@@ -112,5 +115,9 @@ class LocalEngine:
     @torch.no_grad()
     def push(self, weights: dict):
         """Takes over sharded weights (DTensors by name), one whole tensor after another; all ranks call it together."""
+        self.version += 1
         for name, value in weights.items():
             self.model.get_parameter(name).copy_(value.full_tensor())
+
+    def close(self):
+        """Nothing to end: there is no other process."""

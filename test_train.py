@@ -9,13 +9,21 @@ import json
 import math
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
+import urllib.request
+from collections import Counter
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # a name that is no folder is refused at once
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,11 +33,14 @@ from transformers import (
     AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
     Qwen3Config, Qwen3ForCausalLM)
 
+import local_engine
 import rewards
 import train
 from local_engine import LocalEngine, sample_tokens
+from tools.gate import Gate, Scores
 from tools.inputs import UserError, check_prompts, find_model, load_rows, parse_flags
 from tools.runlog import averages, marked
+from tools.sglang_links import Patience, framed
 from train import Config, RLDataset, Sample, Trainer
 
 HERE = Path(__file__).parent
@@ -39,6 +50,17 @@ torch.set_num_threads(1)        # on busy cores more can stall for seconds
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 MODELS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM),
           "llama": (LlamaConfig, LlamaForCausalLM)}
+
+
+SGLANG = dict(SGLANG_USE_CPU_ENGINE="1", PYTHONPATH=str(HERE / ".ci/sglang_cpu"))
+
+
+NO_SGLANG = pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang: .ci/sglang_cpu/install")
+
+
+def sglang(test):
+    """Marks a test that needs the real sglang."""
+    return pytest.mark.sglang(NO_SGLANG(test))
 
 
 # ------------------------------------------------ small things that the tests share -----------------------------------
@@ -238,7 +260,8 @@ def test_prompt_order_is_a_new_permutation_every_epoch():
 def test_rollout_keeps_the_sampled_ids_and_masks_the_replies(tokenizer):
     letters = tokenizer.encode("no")[:1] + [tokenizer.convert_tokens_to_ids(c) for c in "yes"]
     assert tokenizer.encode(tokenizer.decode(letters)) != letters       # ids that text would not give back
-    turns = [(letters, [-0.1] * len(letters), False), ([tokenizer.eos_token_id], [-0.5], False)]
+    turns = [(letters, [-0.1] * len(letters), [7] * len(letters), False),
+             ([tokenizer.eos_token_id], [-0.5], [8], False)]
 
     async def generate(ids, turn):
         assert turn == 0 or ids[-len(reply):] == reply
@@ -253,13 +276,14 @@ def test_rollout_keeps_the_sampled_ids_and_masks_the_replies(tokenizer):
     assert sample.ids[prompt:] == letters + reply + [tokenizer.eos_token_id]
     assert sample.mask == [0] * prompt + [1] * len(letters) + [0] * len(reply) + [1]
     assert sample.logprobs == [0] * prompt + [-0.1] * len(letters) + [0] * len(reply) + [-0.5]
+    assert sample.versions == [0] * prompt + [7] * len(letters) + [0] * len(reply) + [8]
     assert "again" not in sample.text
     assert marked(sample, tokenizer).endswith(f"assistant\n«{tokenizer.decode(letters)}»again«<|im_end|>»")
 
 
 def test_rollout_ends_when_a_turn_is_cut_off(tokenizer):
     async def generate(ids, turn):
-        return [5, 6], [-1.0, -1.0], True
+        return [5, 6], [-1.0, -1.0], [1, 1], True
 
     async def env_step(sample):
         raise AssertionError("no reply to half a turn")
@@ -270,7 +294,7 @@ def test_rollout_ends_when_a_turn_is_cut_off(tokenizer):
 
 def test_rollout_ends_where_the_context_has_no_room(tokenizer):
     async def generate(ids, turn):
-        return [5, 6], [-1.0, -1.0], False
+        return [5, 6], [-1.0, -1.0], [1, 1], False
 
     async def env_step(sample):
         return "again"
@@ -324,14 +348,15 @@ def test_engine_agrees_with_transformers_and_with_itself(mesh, tmp_path, tokeniz
     prompts = [[5, 6, 7], [9] * 11, [5, 6, 7], [100, 200]]
     together = ask(engine, list(zip(prompts, range(4))), 0.7)
     alone = [ask(engine, [(ids, seed)], 0.7)[0] for seed, ids in enumerate(prompts)]
-    assert [ids for ids, _, _ in together] == [ids for ids, _, _ in alone]     # neighbours change nothing
+    assert [ids for ids, *_ in together] == [ids for ids, *_ in alone]     # neighbours change nothing
     assert together[0][0] != together[2][0]                                     # another seed, another completion
-    for prompt, (ids, logprobs, truncated) in zip(prompts, together):
+    for prompt, (ids, logprobs, versions, truncated) in zip(prompts, together):
         sample = Sample([], {}, prompt + ids, [0] * len(prompt) + [1] * len(ids))
         torch.testing.assert_close(torch.tensor(logprobs), plain_logprobs(model, sample, len(tokenizer), 0.7),
                                    rtol=0, atol=1e-4)
         assert truncated == (ids[-1] != tokenizer.eos_token_id) and (not truncated or len(ids) == 24)
-    greedy, _, _ = ask(engine, [(prompts[1], 0)], 0.0)[0]
+        assert versions == [0] * len(ids)       # nothing was pushed yet
+    greedy, *_ = ask(engine, [(prompts[1], 0)], 0.0)[0]
     expected = model.generate(torch.tensor([prompts[1]]), max_new_tokens=24, do_sample=False,
                               eos_token_id=tokenizer.eos_token_id, suppress_tokens=list(range(len(tokenizer), 512)))
     assert greedy == expected[0, 11:].tolist()
@@ -342,7 +367,7 @@ def test_engine_never_samples_beyond_the_vocabulary_and_trains_eos(mesh, tmp_pat
     engine = LocalEngine(str(folder), tokenizer, mesh, Config(max_new_tokens=12))
     with torch.no_grad():       # the padding rows of the head shout
         engine.model.lm_head.weight[len(tokenizer):] = 100 * engine.model.lm_head.weight[:1]
-    sampled = [i for ids, _, _ in ask(engine, [([1, 2, 3], seed) for seed in range(40)]) for i in ids]
+    sampled = [i for ids, *_ in ask(engine, [([1, 2, 3], seed) for seed in range(40)]) for i in ids]
     assert len(tokenizer) < 512 and max(sampled) < len(tokenizer)
     with torch.no_grad():       # a head of zeros but for EOS, which is then all but certain
         engine.model.lm_head.weight.zero_()
@@ -568,8 +593,9 @@ def test_train_py_ends_in_one_line_and_code_2(tmp_path):
 
 
 # ------------------------------------------------ whole runs ----------------------------------------------------------
-METRICS = """step reward loss entropy grad_norm clip_fraction logprob_diff response_length truncated tokens time_rollout
-             time_reward time_logprobs time_update time_push time_step""".split()
+METRICS = """step reward loss entropy grad_norm clip_fraction logprob_diff logprob_diff_max logprob_diff_exp gate_diff
+             response_length truncated tokens time_rollout time_reward time_logprobs time_update time_push time_gate
+             time_step""".split()
 
 
 @pytest.fixture(scope="session")
@@ -637,27 +663,270 @@ def test_a_failing_reward_ends_in_one_line(tmp_path):
     assert len(ours) == 1 and "reward_fn must return one finite number, not 'high'" in ours[0], done.stderr[-2000:]
 
 
-@pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang; .ci/sglang_cpu/install brings it for a CPU")
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_the_real_sglang_agrees_with_the_actor(tmp_path, tp_size):
-    done = run("train.py", "--engine", "sglang", "--tp_size", tp_size, "--steps", 4, "--warmup_steps", 0,
-               "--eval_every", 0, "--output_dir", tmp_path, "--wandb", "off", processes=2, SGLANG_USE_CPU_ENGINE="1",
-               SGLANG_CPU_OMP_THREADS_BIND="|".join("01"[:tp_size]), PYTHONPATH=str(HERE / ".ci/sglang_cpu"))
+def test_a_checkpoint_is_whole_and_replaces_the_last_one(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import sys; sys.path.insert(0, '.'); import train; calls = []\n"
+                      "def reward(sample): calls.append(0); return 1 / 0 if len(calls) > 3 * 32 else len(calls) % 2\n"
+                      "if __name__ == '__main__': train.main(reward_fn=reward)\n")
+    done = run(script, *SMALL, "--steps", 9, "--save_every", 1, "--output_dir", tmp_path / "run")
+    assert done.returncode == 2 and "ZeroDivisionError" in done.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["step-3"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/step-3")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run/step-3").chat_template
+    done = run("train.py", *SMALL, "--steps", 2, "--save_every", 1, "--output_dir", tmp_path / "whole")
+    assert [path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()] == ["model"], done.stderr
+
+
+# ------------------------------------------------ the gate ------------------------------------------------------------
+SMALL = ("--data", train.TINY["data"], "--model", train.TINY["model"], "--lr", 1e-4, "--warmup_steps", 0,
+         "--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 64, "--wandb", "off")
+SABOTAGE = {"nothing": "", "skipped push": "stale weights", "caught up": "",
+            "skipped push of a tiny step": "stale weights: the actor has learned",
+            "halved tensor": "damaged weights", "base weights": "base weights", "repaired": "",
+            "temperature": "temperature: the engine seems to sample at 0.7,", "top_p": "top_p, top_k or min_p",
+            "temperature in a rollout": "temperature: the engine seems to sample at 0.7,", "all repaired": ""}
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("sglang", marks=[pytest.mark.sglang, NO_SGLANG])])
+def test_the_gate_catches_and_names_sabotage(tmp_path, engine):
+    done = run("test_train.py", "sabotage", engine, tmp_path, **SGLANG if engine == "sglang" else {})
     assert done.returncode == 0, done.stderr[-3000:]
-    history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(history) == 4
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said.keys() == SABOTAGE.keys()
+    for case, cause in SABOTAGE.items():
+        assert cause in said[case] and bool(cause) == bool(said[case]), (case, said[case])
+
+
+def scores(engine: float, actor: float, ids: int = 0) -> Scores:
+    """Four tokens, to each of which a side gives the same log-prob."""
+    return Scores(torch.full((4,), ids), torch.full((4,), float(engine)), torch.full((4,), float(actor)))
+
+
+@pytest.mark.parametrize("dtype, first, last, now, cause", [
+    ("float32", None, None, scores(-1, -1.00001), None),
+    ("float32", None, None, scores(-1, -1.5), "another model"),
+    ("float32", scores(-1, -1), scores(-2, -2), scores(-2, -3), "stale"),
+    ("float32", scores(-1, -1), scores(-2, -2), scores(-1, -3), "base"),
+    ("float32", None, None, scores(-2.99, -3), "dtype"),
+    ("float32", scores(-1, -1), scores(-2, -2), scores(-2.99, -3), "damaged"),
+    ("float32", scores(-1, -1), scores(-2, -2), scores(-2.5, -3), "damaged"),
+    ("float32", scores(-1, -1), scores(-2, -2), scores(-2, -3, ids=1), "damaged"),     # other tokens: moved, at least
+    ("float32", scores(-1, -1), scores(-2, -2), scores(-2, -2.00005), "stale"),        # within the bound, but too still
+    ("float32", scores(-1, -1), scores(-2, -2), scores(-2, -2), None),                 # nothing was learned
+    ("float32", scores(-1, -1), scores(-2, -2), scores(float("nan"), -2), "damaged"),
+    ("bfloat16", scores(-1, -1), scores(-2, -2), scores(-2.99, -3), None),
+    ("bfloat16", scores(-1, -1), scores(-2, -2), scores(-2.5, -3), "damaged"),
+])
+def test_the_cause_of_wrong_weights(mesh, dtype, first, last, now, cause):
+    gate = Gate(Config(dtype=dtype), True, None, None)
+    gate.first, gate.last = first, last
+    said = gate.weights_cause(now)
+    assert said is None if cause is None else said.startswith(cause), said
+    assert ("ties its head" in (said or "")) == (cause == "damaged")
+
+
+@pytest.mark.parametrize("cut, caught", [(1.0, False), (0.8, True)])
+def test_the_tail_is_missed(mesh, cut, caught):
+    """Draws from known logits, a long tail; with a nucleus of 0.8 the log-probs stay those of the whole."""
+    logits = 8 * 0.9 ** torch.arange(300.0)
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+
+        def play(rows, temperature, limit):
+            p = (logits / temperature).softmax(0)
+            kept = torch.where(p.cumsum(0) - p < cut, p, 0)
+            drawn = torch.multinomial(kept, len(rows), replacement=True, generator=generator).tolist()
+            return [Sample([], {}, [i], [1], [p[i].log().item()]) for i in drawn]
+
+        with pytest.raises(UserError, match="top_p") if caught else nullcontext():
+            Gate(Config(), True, play, None).check_tail()
+
+
+def test_the_gate_may_warn_or_be_off(mesh, capsys):
+    wrong = [scores(-1, -1), scores(-1, -2)]
+    for mode, said in (("warn", "damaged weights"), ("off", "")):
+        gate = Gate(Config(gate=mode), False, lambda *_: None, lambda *_: vars(scores(-1.5, -2)).values())
+        gate.first, gate.last = wrong
+        metrics = gate.check(start=False)
+        assert metrics == ({"gate_diff": 0.5} if mode == "warn" else {}) and said in capsys.readouterr().out
+
+
+# ------------------------------------------------ ways to sglang, without it ------------------------------------------
+def test_buckets_keep_the_order_and_the_limit():
+    weights = {name: torch.zeros(size) for name, size in zip("abcdef", (1, 1, 2, 5, 1, 2))}
+    assert train.buckets(weights, 12, torch.float32) == [["a", "b"], ["c"], ["d"], ["e", "f"]]      # d has 20 bytes
+    assert train.buckets(weights, 12, torch.bfloat16) == [["a", "b", "c"], ["d", "e"], ["f"]]
+    assert train.buckets(weights, 1, torch.float32) == [[name] for name in "abcdef"]
+
+
+def test_who_is_silent_too_long_is_dead_but_a_queue_is_not():
+    async def wait(*seconds):
+        patience = Patience(0.3)
+        calls = [patience.wait("it", asyncio.sleep(s, result=s)) for s in seconds]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert asyncio.run(wait(0.2, 0.4, 0.6)) == [0.2, 0.4, 0.6]
+    first, second = asyncio.run(wait(0.2, 0.7))
+    assert first == 0.2 and isinstance(second, TimeoutError) and "it was silent for 0.3 s" in str(second)
+
+
+def test_versions_of_sglang():
+    assert [framed(version) for version in ("0.5.9", "0.5.15.post1", "0.5.21", "0.5.22", "0.5.23", "0.6.0")] == [
+        False, False, False, True, True, True]
+
+
+def test_engines_that_do_not_exist():
+    for engine, said in (("vllm", "--engine must be"), ("localhost:30000", "--engine must be")):
+        with pytest.raises(UserError, match=said):
+            Config(engine=engine)
+
+
+# ------------------------------------------------ the real sglang -----------------------------------------------------
+def run_sglang(folder: Path, *arguments, tp_size: int = 1) -> list[dict]:
+    """Runs train.py with two processes and the real sglang; returns its metrics."""
+    done = run("train.py", *arguments, "--tp_size", tp_size, "--output_dir", folder, processes=2,
+               SGLANG_CPU_OMP_THREADS_BIND="|".join("01"[:tp_size]), **SGLANG)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@sglang
+@pytest.mark.parametrize("tp_size, bucket_mb", [(1, 0.5), (2, 0.01)])       # several buckets; smaller than a tensor
+def test_sglang_agrees_with_the_actor_after_each_of_20_pushes(tmp_path, tp_size, bucket_mb):
+    history = run_sglang(tmp_path, *SMALL, "--engine", "sglang", "--steps", 20, "--bucket_mb", bucket_mb,
+                         tp_size=tp_size)
+    assert len(history) == 20 and sum(record["grad_norm"] > 0 for record in history) > 15
     assert all(record["logprob_diff"] < 1e-6 and record["logprob_diff_max"] < 1e-4 for record in history)
+    assert all(record["gate_diff"] < 1e-5 and abs(record["logprob_diff_exp"] - 1) < 1e-5 for record in history)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
     ended = [sample for sample in samples if not sample["truncated"]]
     eos = AutoTokenizer.from_pretrained(TINY).eos_token_id
-    assert len(ended) > 900 and all(sample["ids"][-1] == eos and sample["mask"][-1] for sample in ended)
+    assert len(ended) > 500 and all(sample["ids"][-1] == eos and sample["mask"][-1] for sample in ended)
+    assert all(set(sample["versions"]) == {0, sample["step"]} for sample in samples)
+
+
+@sglang
+def test_the_death_of_a_colocated_sglang_ends_the_run(tmp_path):
+    log = (tmp_path / "log").open("w+")
+    training = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
+         *map(str, SMALL), "--engine", "sglang", "--save_every", "1", "--prompts_per_step", "64",
+         "--output_dir", str(tmp_path / "run")], cwd=HERE, env=ENVIRONMENT | SGLANG, stdout=log, stderr=log)
+    wait_for(lambda: (tmp_path / "run/step-2").exists(), training)
+    time.sleep(1)                                                   # into the rollout of a step
+    children = psutil.Process(training.pid).children(recursive=True)
+    engines = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
+    assert len(engines) == 2
+    start = time.monotonic()
+    engines[1].kill()
+    assert training.wait(timeout=60) != 0
+    print(f"ended {time.monotonic() - start:.1f} s after the death of its engine")
+    log.seek(0)
+    assert len(re.findall("train.py: SGLang died", log.read())) == 1
+    (saved,) = (tmp_path / "run").glob("step-*")
+    assert AutoModelForCausalLM.from_pretrained(saved) and AutoTokenizer.from_pretrained(saved)
+    time.sleep(3)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition, process, seconds: int = 300):
+    """Waits until something is the case, while a process lives."""
+    for _ in range(10 * seconds):
+        if condition():
+            return
+        assert process.poll() is None, "the process ended"
+        time.sleep(0.1)
+    raise AssertionError(f"not within {seconds} s")
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Two SGLang servers, as somebody else would have started them: {url: process}, each a process group of its own."""
+    started = {}
+    for _ in range(2):
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        command = ["-m", "sglang.launch_server", "--model-path", TINY, "--device", "cpu", "--dtype", "float32",
+                   "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+                   "--disable-cuda-graph", "--max-total-tokens", "32768", "--port", port, "--skip-tokenizer-init"]
+        log = (tmp_path_factory.mktemp("server") / "log").open("w")
+        started[f"http://127.0.0.1:{port}"] = subprocess.Popen(
+            [sys.executable, *map(str, command)], cwd=HERE, env=ENVIRONMENT | SGLANG, stdout=log, stderr=log,
+            start_new_session=True)
+    for url, process in started.items():
+        wait_for(lambda: answers(url), process)
+    yield started
+    for process in started.values():
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    """Whether a server is ready."""
+    try:
+        return urllib.request.urlopen(f"{url}/health", timeout=10).status == 200
+    except OSError:
+        return False
+
+
+@sglang
+def test_remote_sglang_agrees_with_the_actor(tmp_path, servers):
+    history = run_sglang(tmp_path, *SMALL, "--engine", ",".join(servers), "--steps", 4, "--bucket_mb", 0.3)
+    assert len(history) == 4
+    assert all(record["logprob_diff"] < 1e-6 and record["logprob_diff_max"] < 1e-4 for record in history)
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    assert len(samples) == 4 * 32 and all(set(sample["versions"]) == {0, sample["step"]} for sample in samples)
+
+
+@sglang
+def test_sglang_samples_one_step_off(tmp_path, servers):
+    done = run("-m", "recipes.one_step_off", *SMALL, "--engine", ",".join(servers), "--steps", 4,
+               "--output_dir", tmp_path, **SGLANG)
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in history] == [1, 2, 3, 4]
+    assert history[0]["staleness"] == 0 and all(0 <= record["staleness"] <= 1 for record in history)
+    assert max(record["staleness_max"] for record in history) == 1
+    for sample in (json.loads(line) for line in (tmp_path / "samples.jsonl").open()):
+        made = {version for version, trained in zip(sample["versions"], sample["mask"]) if trained}
+        assert made <= {sample["step"] - 1, sample["step"]} and made
+
+
+@sglang
+def test_a_push_to_sglang_may_come_in_the_middle_of_a_completion(tmp_path, servers):
+    done = run("test_train.py", "in_flight", next(iter(servers)), tmp_path, **SGLANG)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / "said.json").read_text())
+    assert record["before"] > 20 and record["after"] > 20      # tokens of either version, in completions that have both
+    assert record["diff"] < 1e-4 < 1e-2 < record["diff to the other weights"]
+
+
+@sglang
+@pytest.mark.parametrize("how", ["STOP", "KILL"])           # the second for good
+def test_the_death_of_one_of_two_sglang_servers_loses_no_sample(tmp_path, servers, how):
+    url, other = servers
+    done = run("test_train.py", "one_dies", f"{url},{other}", tmp_path, how, servers[url].pid, **SGLANG)
+    os.killpg(servers[url].pid, signal.SIGCONT)
+    assert done.returncode == 0, done.stderr[-3000:]
+    record = json.loads((tmp_path / "said.json").read_text())
+    assert record["open"] > 4 and record["left"] == [other]
+    assert record["samples"] == 64 and set(record["per prompt"]) == {4} and record["versions"] == [2]
+    assert record["next step"] == 64 and ("silent for 5 s" if how == "STOP" else url) in done.stdout
+
+
+@sglang
+def test_sglang_servers_that_are_not_there(tmp_path):
+    done = run("train.py", *SMALL, "--engine", "http://127.0.0.1:9", "--output_dir", tmp_path / "run", **SGLANG)
+    assert done.returncode == 2 and "train.py: --engine http://127.0.0.1:9 cannot be used" in done.stderr
 
 
 # ------------------------------------------------ the form of the files -----------------------------------------------
 def test_the_line_budget():
     lines = (HERE / "train.py").read_text().splitlines()
-    assert len(lines) < 650
-    for file in (HERE / name for name in ("train.py", "rewards.py", "local_engine.py")):
+    assert len(lines) < 900
+    assert len((HERE / "recipes/one_step_off.py").read_text().splitlines()) <= 100
+    for file in [*HERE.glob("*.py"), *HERE.glob("tools/*.py"), *HERE.glob("recipes/*.py"), *HERE.glob("bench/*.py")]:
         assert max(map(len, file.read_text().splitlines())) <= 120, file
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -666,7 +935,8 @@ def test_the_line_budget():
 
 def test_the_readme_does_not_drift():
     readme = (HERE / "README.md").read_text()
-    for flag in set(re.findall(r"--([a-z_]+)", readme)) - {"standalone", "nproc_per_node", "output", "help"}:
+    others = {"standalone", "nproc_per_node", "output", "help", "host", "port"}
+    for flag in set(re.findall(r"--([a-z_]+)", readme)) - others:
         assert flag in Config.__dataclass_fields__, flag
     for name in re.findall(r"`([\w/-]+\.(?:py|txt|md|png|jsonl))`", readme):
         inside_a_run = name in ("metrics.jsonl", "samples.jsonl", "curve.png")
@@ -679,7 +949,7 @@ def test_averages_skip_what_is_missing():
     assert averages([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 2}
 
 
-# ------------------------------------------------ under torchrun: the worker ------------------------------------------
+# ------------------------------------------------ in processes of their own: workers ----------------------------------
 def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -> dict:
     """One update of this rank's share of the samples, with what must not depend on the ranks."""
     dp, actor, record = trainer.mesh["dp"], trainer.actor, {"gradients": {}}
@@ -697,12 +967,12 @@ def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -
     record |= trainer.actor.update([trainer.micro_batches(mine)])
     torch.nn.utils.clip_grad_norm_, actor.optimizer.step = clip, step
     for when in ("before_push", "after_push"):
-        ((ids, logprobs, _),) = ask(engine, [([5, 6, 7], 0)])
+        ((ids, logprobs, *_),) = ask(engine, [([5, 6, 7], 0)])
         sample = Sample([], {}, [5, 6, 7] + ids, [0] * 3 + [1] * len(ids), [0] * 3 + logprobs)
         batch = train.make_batch([sample], [1.0], "cpu")
         with torch.no_grad():
             record[when] = (actor.logprobs(batch)[0] - batch.engine_logprobs).abs().max().item()
-        engine.push(actor.weights("float32"))
+        engine.push(actor.weights())
     return record
 
 
@@ -727,5 +997,134 @@ def worker(job: str, models: Path, output: Path):
     dist.destroy_process_group()
 
 
+def small_trainer(output: str, **options) -> Trainer:
+    """A whole Trainer in this process, whose rewards always differ within a group, after its first push."""
+    config = Config(**train.TINY | dict(prompts_per_step=8, group_size=4, warmup_steps=0, eval_every=0, wandb="off",
+                                        output_dir=f"{output}/run", steps=9) | options)
+    trainer = Trainer(config, RLDataset, lambda sample: len(sample.text) % 7, train.env_step)
+    trainer.engine.sleep()
+    trainer.publish(start=True)
+    return trainer
+
+
+def sabotage(engine: str, output: str):
+    """Breaks one thing at a time, and notes what the gate said."""
+    trainer, said = small_trainer(output, engine=engine), {}
+    actor, honest, generate = trainer.actor, trainer.actor.weights, trainer.engine.generate
+    base = {name: value.clone() for name, value in honest().items()}
+
+    def note(case: str, weights=honest, start=False):
+        actor.weights = weights
+        try:
+            trainer.engine.sleep()
+            trainer.publish(start=True) if start else trainer.step(len(said) + 1)
+            said[case] = ""
+        except UserError as error:
+            said[case] = str(error)
+
+    note("nothing")
+    note("skipped push", weights=dict)
+    note("caught up", start=True)
+    set_lr(actor, 3e-7)                 # moves the log-probs by less than the gate's bound
+    note("skipped push of a tiny step", weights=dict)
+    set_lr(actor, 1e-4)
+    note("halved tensor", lambda: {name: value * (0.5 if name == "model.layers.1.mlp.up_proj.weight" else 1)
+                                   for name, value in honest().items()})
+    note("base weights", lambda: base)
+    note("repaired", start=True)
+    trainer.engine.generate = lambda ids, temperature, *rest: generate(ids, 0.7 * temperature, *rest)
+    note("temperature", start=True)
+    note("temperature in a rollout")
+    trainer.engine.generate = generate
+    if engine == "local":
+        local_engine.sample_tokens = nucleus
+    else:
+        trainer.engine.sampling["top_p"] = 0.8
+    note("top_p", start=True)
+    local_engine.sample_tokens = sample_tokens
+    if engine != "local":
+        trainer.engine.sampling["top_p"] = 1.0
+    note("all repaired", start=True)
+    Path(output, "said.json").write_text(json.dumps(said))
+    trainer.engine.close()
+
+
+def set_lr(actor, lr: float):
+    """Another learning rate from now on."""
+    actor.scheduler.base_lrs = [lr]
+    for group in actor.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def nucleus(logits, uniforms, temperature):
+    """sample_tokens with top_p 0.8; as in SGLang, the log-probs are those of the whole distribution."""
+    logprobs = torch.log_softmax(logits / (temperature or 1), -1)
+    p, order = logprobs.exp().sort(-1, descending=True)
+    kept = torch.where(p.cumsum(-1) - p < (0.8 if temperature else 0), p, 0) if temperature else p * (p == p[:, :1])
+    cumulative = kept.cumsum(-1)
+    ids = order.gather(1, torch.searchsorted(cumulative, uniforms[:, None] * cumulative[:, -1:], right=True))[:, 0]
+    return ids, logprobs.gather(1, ids[:, None])[:, 0]
+
+
+def in_flight(url: str, output: str):
+    """Pushes other weights while completions are under way, and compares each token with the weights that made it."""
+    trainer = small_trainer(output, engine=url, max_new_tokens=400)
+    engine, actor = trainer.engine, trainer.actor
+    engine.sampling["ignore_eos"] = True
+    engine.sampling["stop_token_ids"] = []
+    threading.Thread(target=engine.loop.run_forever, daemon=True).start()
+    prompts = [train.encode_prompt(trainer.tokenizer, trainer.data[i]) for i in range(8)]
+    waiting = [asyncio.run_coroutine_threadsafe(engine.generate(ids, 1.0, 0), engine.loop) for ids in prompts]
+    time.sleep(1.0)
+    old = [parameter.detach().clone() for parameter in actor.parameters]
+    with torch.no_grad():
+        for parameter in actor.parameters:
+            parameter.mul_(1.02)
+    engine.push(actor.weights())
+    made = [(ids, *future.result()[:3]) for ids, future in zip(prompts, waiting)]
+    made = [one for one in made if len(set(one[3])) == 2]
+    record = {"before": sum(one[3].count(1) for one in made), "after": sum(one[3].count(2) for one in made)}
+    gaps = {}
+    for weights in (2, 1):
+        if weights == 1:
+            with torch.no_grad():
+                for parameter, value in zip(actor.parameters, old):
+                    parameter.copy_(value)
+        for version in (1, 2):
+            samples = [Sample([], {}, prompt + ids, [0] * len(prompt) + [int(v == version) for v in versions],
+                              [0.0] * len(prompt) + logprobs) for prompt, ids, logprobs, versions in made]
+            scored = Scores(*trainer.rescore(samples, 1.0))
+            gaps[weights, version] = scored.gap
+    record |= {"diff": max(gaps[1, 1], gaps[2, 2]), "diff to the other weights": min(gaps[1, 2], gaps[2, 1])}
+    Path(output, "said.json").write_text(json.dumps(record))
+
+
+def one_dies(urls: str, output: str, how: str, pid: str):
+    """Signals the first of two servers in the middle of the second rollout."""
+    trainer, record = small_trainer(output, engine=urls, engine_timeout=5 if how == "STOP" else 100,
+                                    prompts_per_step=16), {}
+    link, url = trainer.engine.link, urls.split(",")[0]
+    trainer.step(1)
+
+    def kill():
+        while link.open[url] < 5:
+            time.sleep(0.001)
+        time.sleep(0.1)
+        record["open"] = link.open[url]
+        os.killpg(int(pid), getattr(signal, f"SIG{how}")) if how == "STOP" else os.kill(int(pid), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    _, samples = trainer.step(2)
+    per_prompt = Counter(str(sample.row) for sample in samples)
+    versions = {v for sample in samples for v, trained in zip(sample.versions, sample.mask) if trained}
+    record |= {"samples": len(samples), "per prompt": list(per_prompt.values()), "versions": list(versions),
+               "left": list(link.open), "next step": len(trainer.step(3)[1])}
+    Path(output, "said.json").write_text(json.dumps(record))
+    link.close()
+
+
 if __name__ == "__main__":
-    worker(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    if sys.argv[1] in ("sabotage", "in_flight", "one_dies"):
+        globals()[sys.argv[1]](*sys.argv[2:])
+    else:
+        worker(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -51,8 +51,10 @@ from transformers.hf_argparser import HfArg
 
 import rewards
 from local_engine import LocalEngine
+from tools.gate import Gate
 from tools.inputs import JSON, UserError, check_prompts, find_folder, find_model, find_tokenizer, load_rows, parse_flags
-from tools.runlog import RunLog
+from tools.runlog import RunLog, end
+from tools.sglang_links import Colocated, Servers, run
 
 
 # ================================================ Part I: the algorithm ===============================================
@@ -82,7 +84,8 @@ class Config:
                       help=".jsonl, .json or .parquet file, or owner/name[/config] on the Hub; may end in :split")
     eval_data: str = HfArg(default="Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", help="as --data; '' for none")
     # rollout
-    engine: Literal["auto", "sglang", "local"] = HfArg(default="auto", help="auto: sglang where it and a GPU are there")
+    engine: str = HfArg(default="auto", help="sglang, on the trainer's GPUs; http://host:port[,http://...], SGLang "
+                        "servers that run already; local; auto: sglang where it and a GPU are there, else local")
     prompts_per_step: int = HfArg(default=64, help="prompts a step, over all ranks")
     group_size: int = HfArg(default=8, help="completions a prompt (G)")
     max_new_tokens: int = HfArg(default=1024, help="longest turn of the policy, in tokens")
@@ -106,26 +109,32 @@ class Config:
     tokens_per_micro_batch: int = HfArg(default=8192, help="budget of one packed forward and backward pass on a rank")
     gradient_checkpointing: bool = HfArg(default=True, help="recompute activations: slower, but far less memory")
     sglang_args: JSON = HfArg(default_factory=lambda: JSON(mem_fraction_static=0.5), help="JSON for sglang.Engine")
+    bucket_mb: float = HfArg(default=512, help="weights on their way to SGLang at once, in MB; a tensor is never cut")
+    engine_timeout: float = HfArg(default=1800, help="seconds that SGLang may be silent in before it counts as dead")
+    gate: Literal["stop", "warn", "off"] = HfArg(default="stop", help="when engine and actor disagree on log-probs")
     # the run
     seed: int = HfArg(default=0, help="of the order of the data and of every sample")
     output_dir: str = HfArg(default="", help="where the run writes; empty: runs/<time>")
     eval_every: int = HfArg(default=10, help="steps between greedy evaluations, one of them before step 1; 0: never")
+    save_every: int = HfArg(default=0, help="steps between exports of the model; the newest stays; 0: at the end")
     wandb: Literal["auto", "online", "offline", "off"] = HfArg(default="auto", help="auto: online when logged in")
 
     def __post_init__(self):
         for name in ("prompts_per_step", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
-                     "lr", "max_grad_norm", "tokens_per_micro_batch"):
+                     "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"--{name} must be above 0, not {getattr(self, name)}")
-        for name in ("clip_low", "clip_high", "warmup_steps", "eval_every"):
+        for name in ("clip_low", "clip_high", "warmup_steps", "eval_every", "save_every"):
             if not getattr(self, name) >= 0:
                 raise UserError(f"--{name} must be 0 or more, not {getattr(self, name)}")
         if self.group_size < 2:
             raise UserError(f"--group_size must be 2 or more, not {self.group_size}: a group is its own baseline")
         if self.engine == "auto":
             self.engine = "sglang" if self.device == "cuda" and find_spec("sglang") else "local"
-        if self.engine == "sglang" and not find_spec("sglang"):
-            raise UserError("--engine sglang: not installed; requirements.txt has it, --engine local needs none")
+        if self.engine not in ("sglang", "local") and not self.engine.startswith(("http://", "https://")):
+            raise UserError(f"--engine must be auto, sglang, local or http://host:port, not {self.engine}")
+        if self.engine != "local" and not find_spec("sglang"):
+            raise UserError(f"--engine {self.engine}: sglang is not installed; requirements.txt has it")
 
 
 # ------------------------------------------------ 2. The task: edit here ----------------------------------------------
@@ -143,17 +152,19 @@ class Sample:
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
     logprobs: list[float] = field(default_factory=list)     # the engine's, at its temperature; 0 where mask is 0
+    versions: list[int] = field(default_factory=list)       # how often weights had been pushed; 0 where mask is 0
     text: str = ""                                          # what the policy wrote, all turns
     truncated: bool = False                                 # stopped by a limit, not by itself
     reward: float = 0.0
     advantage: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)  # what else reward_fn wants averaged and logged
 
-    def append(self, ids: list[int], mask: int, logprobs: list[float] | None = None):
+    def append(self, ids: list[int], mask: int, logprobs: list[float] | None = None, versions: list[int] | None = None):
         """Adds tokens as they are: nothing that was sampled is ever decoded and encoded again."""
         self.ids += ids
         self.mask += [mask] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
+        self.versions += versions or [0] * len(ids)
 
 
 class RLDataset(torch.utils.data.Dataset):
@@ -206,12 +217,13 @@ def encode_prompt(tokenizer, sample: Sample) -> list[int]:
 async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int, room: int) -> Sample:
     """Plays one episode, cut off where a turn would follow over `room` tokens. The mask is made with the token.
 
-    `await generate(ids, turn)` is the policy: new ids [T], their log-probs [T], and whether a limit cut it off.
+    `await generate(ids, turn)` is the policy: new ids [T], their log-probs [T], the versions of the weights that made
+    them [T], and whether a limit cut it off.
     """
     sample.append(encode_prompt(tokenizer, sample), mask=0)
     for turn in range(max_turns):
-        ids, logprobs, sample.truncated = await generate(sample.ids, turn)
-        sample.append(ids, mask=1, logprobs=logprobs)
+        ids, logprobs, versions, sample.truncated = await generate(sample.ids, turn)
+        sample.append(ids, 1, logprobs, versions)
         sample.text += tokenizer.decode(ids, skip_special_tokens=True)
         reply = None if sample.truncated or turn == max_turns - 1 else await env_step(sample)
         if reply is None:
@@ -424,7 +436,7 @@ class Actor:
     def __init__(self, path: str, mesh: DeviceMesh, config: Config, vocab_size: int):
         self.config, self.dp = config, mesh["dp"]
         self.model = sharded_model(path, mesh, config)
-        dcp.load(self.weights("float32"), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
+        dcp.load(self.weights(), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
         self.logprobs = partial(self.model.logprobs, temperature=config.temperature, vocab_size=vocab_size)
         self.parameters = list(self.model.parameters())     # now: once gathered, FSDP shows other tensors
         self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0)
@@ -433,7 +445,7 @@ class Actor:
 
     def update(self, updates: list[list[Batch]]) -> dict[str, float]:
         """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
-        sums, worst, norms = torch.zeros(5), 0.0, []
+        sums, worst, norms = torch.zeros(6), 0.0, []
         for batches in updates:
             for batch in tqdm(batches, desc="update", leave=False, disable=None if dist.get_rank() == 0 else True):
                 logprobs, entropy = self.logprobs(batch)
@@ -443,27 +455,28 @@ class Actor:
                 loss.backward()
                 real = batch.weights > 0
                 gap = (old_logprobs - batch.engine_logprobs).abs() * real
-                parts = (loss.detach(), (entropy * real).sum(), (clipped & real).sum(), gap.sum(), real.sum())
+                parts = (loss.detach(), (entropy * real).sum(), (clipped & real).sum(), gap.sum(),
+                         (gap.exp() * real).sum(), real.sum())
                 sums += torch.stack(parts).cpu()
                 worst = max(worst, gap.max().item())
             norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm, foreach=True))
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-        loss, entropy, clipped, gap, tokens = reduce(sums.tolist(), self.dp)
+        loss, entropy, clipped, gap, exp_gap, tokens = reduce(sums.tolist(), self.dp)
         return dict(loss=loss / len(updates), entropy=entropy / tokens, clip_fraction=clipped / tokens,
                     grad_norm=fmean(norm.full_tensor().item() for norm in norms), logprob_diff=gap / tokens,
-                    logprob_diff_max=reduce([worst], self.dp, dist.ReduceOp.MAX)[0])
+                    logprob_diff_exp=exp_gap / tokens, logprob_diff_max=reduce([worst], self.dp, dist.ReduceOp.MAX)[0])
 
-    def weights(self, dtype: str) -> dict[str, DTensor]:
-        """The sharded weights by their names in a file; a tied head is in none. In fp32 they are the live ones."""
+    def weights(self) -> dict[str, DTensor]:
+        """The weights themselves, sharded and in fp32, by their names in a file; a tied head is in none."""
         tied = self.model.config.tie_word_embeddings
-        return {name: value.to(getattr(torch, dtype)) for name, value in self.model.state_dict().items()
+        return {name: value for name, value in self.model.state_dict().items()
                 if not (tied and name == "lm_head.weight")}
 
     def save(self, folder: Path):
         """Writes weights and config as a Hugging Face folder: each rank its slices, joined into files of about 4 GB."""
-        weights = self.weights(self.config.dtype)
+        weights = {name: value.to(getattr(torch, self.config.dtype)) for name, value in self.weights().items()}
         files = 1 + sum(value.numel() * value.element_size() for value in weights.values()) // 2**32
         index = {name: 1 + i * files // len(weights) for i, name in enumerate(weights)}
         dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(
@@ -476,49 +489,63 @@ class Actor:
 
 # ------------------------------------------------ 11. SGLang ----------------------------------------------------------
 class SGLangEngine:
-    """SGLang in processes of its own, on the GPUs of a tensor-parallel group; the group's first rank speaks to it."""
+    """Samples with SGLang and keeps its weights new; `link` is the way to it: on the trainer's GPUs, or on servers."""
 
     def __init__(self, path: str, tokenizer, mesh: DeviceMesh, config: Config):
-        self.engine, self.loop, self.share = None, asyncio.new_event_loop(), slice(0)
-        if mesh["tp"].get_local_rank() == 0:
-            import sglang
-            os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)    # else its ranks would wait at torchrun's store
-            gpu = dict(base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=True)
-            cpu = dict(attention_backend="torch_native", sampling_backend="pytorch", grammar_backend="none",
-                       disable_cuda_graph=True, max_total_tokens=32768)     # what runs without CUDA's kernels
-            self.engine = sglang.Engine(
-                model_path=path, dtype=config.dtype, device=config.device, tp_size=mesh["tp"].size(), log_level="error",
-                skip_tokenizer_init=True, **(gpu if config.device == "cuda" else cpu) | config.sglang_args)
-            self.loop, self.share = self.engine.loop, slice(None)   # it asks for the whole group
-        self.stops, self.max_new_tokens = [tokenizer.eos_token_id], config.max_new_tokens
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)    # else SGLang's process groups wait at torchrun's store
+        self.config, self.version = config, 0
+        self.share = slice(None) if mesh["tp"].get_local_rank() == 0 else slice(0)  # it asks for its whole group
+        self.link = Colocated(path, mesh["tp"], config) if config.engine == "sglang" else Servers(config)
+        self.loop, self.vocab_size = self.link.loop, AutoConfig.from_pretrained(path).vocab_size
+        self.sampling = dict(stop_token_ids=[tokenizer.eos_token_id], top_p=1.0, top_k=-1, min_p=0.0,
+                             repetition_penalty=1.0)    # said aloud: a server may have defaults of its own
 
-    async def generate(self, ids: list[int], temperature: float, seed: int) -> tuple[list[int], list[float], bool]:
-        """Samples one completion. SGLang heeds a seed in its deterministic mode only, so it is not passed on."""
-        answer = await self.engine.async_generate(input_ids=ids, return_logprob=True, sampling_params=dict(
-            max_new_tokens=self.max_new_tokens, temperature=temperature, stop_token_ids=self.stops))
-        logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
-        return answer["output_ids"], logprobs, answer["meta_info"]["finish_reason"]["type"] == "length"
+    async def generate(self, ids: list[int], temperature: float, seed: int, limit: int = 0):
+        """Samples one completion of at most `limit` tokens, by default max_new_tokens. Returns what `rollout` expects.
+
+        SGLang heeds a seed in its deterministic mode only, so it is not passed on.
+        """
+        answer = await self.link.generate(input_ids=ids, return_logprob=True, sampling_params=self.sampling | dict(
+            temperature=temperature, max_new_tokens=limit or self.config.max_new_tokens))
+        meta, reason = answer["meta_info"], answer["meta_info"]["finish_reason"]
+        if reason["type"] == "abort":
+            raise UserError(f"SGLang aborted a request: {reason.get('message')}")
+        logprobs, new_ids, *_ = map(list, zip(*meta["output_token_logprobs"]))
+        versions = [self.version] * len(new_ids)
+        for span in meta.get("weight_versions", []):    # servers: a push may come in the middle of a completion
+            if span["version"].isdigit():
+                versions[span["start"]:span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
+        return new_ids, logprobs, versions, reason["type"] == "length"
 
     def sleep(self):
-        """Leaves the GPU's memory to the update; SGLang forgets its weights and cache, so a push must follow."""
-        self.ask("release_memory_occupation")
+        """Leaves the GPUs to the update. SGLang forgets its weights and its cache, so a push must follow."""
+        self.link.sleep()
 
-    def push(self, state: dict[str, DTensor]):
-        """Wakes up and takes over sharded weights, one whole tensor after the other; all ranks call it together."""
-        self.ask("resume_memory_occupation")
-        self.ask("begin_weight_update")
-        for name, value in state.items():
-            self.ask("update_weights_from_tensor", [(name, value.full_tensor())], flush_cache=False)
-        self.ask("end_weight_update")
-        self.ask("flush_cache")
+    def push(self, weights: dict[str, DTensor]):
+        """Wakes SGLang up with new weights, gathered from their shards bucket by bucket; all ranks call it together."""
+        self.version += 1
+        dtype = getattr(torch, self.config.dtype)
+        self.link.begin()
+        for names in buckets(weights, self.config.bucket_mb * 2**20, dtype):
+            self.link.send([(name, weights[name].to(dtype).full_tensor()) for name in names], self.version)
+        self.link.end()
 
-    def ask(self, method: str, *args, **options):
-        """Calls SGLang from the rank that may. It returns its failures: this raises RuntimeError for them."""
-        if self.engine is None or method.endswith("_weight_update") and not hasattr(self.engine, method):
-            return          # another rank's affair; or SGLang is older than 0.5.22 and wants no such call
-        answer = getattr(self.engine, method)(*args, **options)
-        if isinstance(answer, tuple) and not answer[0]:
-            raise RuntimeError(f"sglang: {method} failed: {answer[1]}")
+    def close(self):
+        """Ends SGLang's processes, or leaves the servers alone."""
+        self.link.close()
+
+
+def buckets(weights: dict[str, DTensor], limit: float, dtype: torch.dtype) -> list[list[str]]:
+    """Names, in order, in lists whose whole tensors take at most `limit` bytes; a larger one has a list of its own."""
+    lists, used = [], limit
+    for name, value in weights.items():
+        size = value.numel() * dtype.itemsize
+        if used + size > limit:
+            lists.append([])
+            used = 0
+        lists[-1].append(name)
+        used += size
+    return lists
 
 
 # ================================================ Part III: the loop ==================================================
@@ -542,22 +569,28 @@ class Trainer:
         self.data = dataset_class(config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
-        engine_class = SGLangEngine if config.engine == "sglang" else LocalEngine
+        engine_class = LocalEngine if config.engine == "local" else SGLangEngine
         self.engine = engine_class(path, self.tokenizer, self.mesh, config)
-        self.actor = Actor(path, self.mesh, config, len(self.tokenizer))
+        self.actor = Actor(path, self.mesh, config, self.engine.vocab_size)
+        self.gate = Gate(config, self.actor.model.config.tie_word_embeddings, self.probe, self.rescore)
         self.log = RunLog(asdict(config), __file__, self.tokenizer, enabled=dist.get_rank() == 0)
 
     def fit(self):
         """Runs all steps with evaluations between them, and leaves the model as a Hugging Face folder."""
-        config, folder = self.config, Path(self.config.output_dir) / "model"
+        config = self.config
+        self.engine.sleep()
+        self.publish(start=True)
         for step in range(config.steps + 1):            # step 0 only evaluates: the model as it came
             metrics, samples = self.step(step) if step else ({}, [])
             if self.eval_data and (step % config.eval_every == 0 or step == config.steps):
                 played = self.act(self.eval_data, list(enumerate(range(len(self.eval_data)))), 1, temperature=0.0)
                 metrics["eval_score"] = fmean(sample.reward for sample in gather(played, self.mesh["dp"]))
             self.log.write(step, metrics, samples)
-        self.actor.save(folder)
-        self.log.close(folder)
+            if config.save_every and 0 < step < config.steps and step % config.save_every == 0:
+                self.save(f"step-{step}")
+        self.save("model")
+        self.log.close()
+        self.engine.close()
 
     def step(self, step: int) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""
@@ -573,9 +606,27 @@ class Trainer:
                 updates = self.batches(samples)
             with self.timed("update"):
                 metrics = self.actor.update(updates)
-            with self.timed("push"):
-                self.engine.push(self.actor.weights(config.dtype))
+            metrics |= self.publish()
+            self.gate.judge_rollout(metrics["logprob_diff"])
         return metrics | self.times, gather(samples, self.mesh["dp"])
+
+    def publish(self, start: bool = False) -> dict[str, float]:
+        """Hands the actor's weights to the engine, and lets the gate see whether they arrived."""
+        with self.timed("push"):
+            self.engine.push(self.actor.weights())
+        with self.timed("gate"):
+            return self.gate.check(start)
+
+    def save(self, name: str):
+        """Exports the model into the run's folder. It gets its name when it is whole; only then the last one goes."""
+        folder = Path(self.config.output_dir)
+        self.actor.save(folder / "partial")
+        if dist.get_rank() == 0:
+            self.log.complete(folder / "partial")
+            (folder / "partial").rename(folder / name)
+            for older in folder.glob("step-*"):
+                if older.name != name:
+                    shutil.rmtree(older)
 
     @contextmanager
     def timed(self, phase: str):
@@ -586,11 +637,17 @@ class Trainer:
 
     def act(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list[Sample]:
         """Plays `size` episodes of each (place, row). Returns those of this data-parallel rank, prompt by prompt."""
-        dp, tp = self.mesh["dp"], self.mesh["tp"]
-        mine = prompts[dp.get_local_rank()::dp.size()][self.engine.share]
-        episodes = [self.episode(dataset[row], (place, i), temperature) for place, row in mine for i in range(size)]
+        return self.play(self.episodes(dataset, prompts, size, temperature))
+
+    def episodes(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list:
+        """The episodes that this rank plays, not yet begun."""
+        mine = prompts[self.mesh["dp"].get_local_rank()::self.mesh["dp"].size()][self.engine.share]
+        return [self.episode(dataset[row], (place, i), temperature) for place, row in mine for i in range(size)]
+
+    def play(self, episodes: list) -> list[Sample]:
+        """Runs episodes, all at once, on this rank's share of an engine. Returns those of its tensor-parallel group."""
         bar = tqdm.gather(*episodes, desc="rollout", leave=False, disable=None if dist.get_rank() == 0 else True)
-        return gather(self.engine.loop.run_until_complete(bar), tp)
+        return gather(run(self.engine.loop, bar), self.mesh["tp"])
 
     async def episode(self, sample: Sample, key: tuple[int, ...], temperature: float) -> Sample:
         """One rollout with its reward. Its randomness hangs on the run's seed and its key alone."""
@@ -602,6 +659,26 @@ class Trainer:
             sample.reward = await score(sample, self.reward_fn)
         return sample
 
+    def probe(self, rows: list[int], temperature: float, limit: int) -> list[Sample]:
+        """For the gate: what the engine of this rank makes of some prompts, at most `limit` tokens of each."""
+        def started(i, row):
+            return rollout(self.data[row % len(self.data)], self.tokenizer,
+                           lambda ids, turn: self.engine.generate(ids, temperature, i, limit), None, 1, self.room)
+
+        return self.play([started(i, row) for i, row in list(enumerate(rows))[self.engine.share]])
+
+    @torch.no_grad()
+    def rescore(self, samples: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """For the gate: ids [N] of the tokens that an engine made, its log-probs [N], and the actor's [N]."""
+        batches = self.micro_batches([replace(sample, advantage=1.0) for sample in samples])
+        columns = [], [], []
+        for batch in batches:
+            logprobs, _ = self.actor.logprobs(batch, temperature=temperature)
+            for column, part in zip(columns, (batch.targets, batch.engine_logprobs, logprobs)):
+                column.append(part[batch.weights > 0].cpu())
+        self.actor.model.reshard()      # else what the root has gathered stays until a backward pass
+        return tuple(map(torch.cat, columns))
+
     def compare(self, samples: list[Sample]):
         """Sets the advantages; groups are whole on each rank, so nobody needs to be asked."""
         row = ALGORITHMS[self.config.algo]
@@ -611,15 +688,18 @@ class Trainer:
             sample.advantage = advantage
 
     def batches(self, samples: list[Sample]) -> list[list[Batch]]:
-        """Micro-batches of each optimiser step; with their old log-probs where there are several steps."""
+        """Micro-batches of each optimiser step."""
         config, count = self.config, self.config.updates_per_step
         groups = [samples[i:i + config.group_size] for i in range(0, len(samples), config.group_size)]
         updates = [self.micro_batches(sum(groups[i::count], [])) for i in range(count)]
-        if count > 1:       # a single step is on-policy: the old log-probs are its own
-            with torch.no_grad():
-                for batch in sum(updates, []):
-                    batch.old_logprobs, _ = self.actor.logprobs(batch)
+        for batch in sum(updates, []):
+            batch.old_logprobs = self.old_logprobs(batch)
         return updates
+
+    @torch.no_grad()
+    def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
+        """Where the ratio of the loss starts, [N]. A single optimiser step is on-policy: None, its own pass."""
+        return self.actor.logprobs(batch)[0] if self.config.updates_per_step > 1 else None
 
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
         """Packs the samples of one optimiser step. Those without advantage, and so without gradient, only count."""
@@ -637,11 +717,10 @@ def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_
     """Runs a training; a recipe hands over what it replaces."""
     try:
         trainer_class(parse_flags(config_class, TINY, sys.argv[1:]), dataset_class, reward_fn, env_step).fit()
-    except UserError as error:
+    except (UserError, ConnectionError, TimeoutError) as error:
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
-        print(f"train.py: {error}", file=sys.stderr, flush=True)
-        os._exit(2)             # at once: a clean end would wait for ranks that wait for this one
+        end(str(error), code=2)
     dist.destroy_process_group()
 
 

@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 
 STANDARD = {"step", "reward", "eval_score", "loss", "entropy", "grad_norm", "clip_fraction", "logprob_diff",
-            "logprob_diff_max", "response_length", "truncated", "tokens"}
+            "logprob_diff_max", "logprob_diff_exp", "gate_diff", "staleness", "staleness_max", "response_length",
+            "truncated", "tokens"}
 
 
 def read(run: Path) -> list[dict]:
@@ -28,7 +29,8 @@ def draw(runs: list[Path], output: Path):
     histories = {str(run): read(run) for run in runs}
     names = {name for history in histories.values() for record in history for name in record}
     habits = sorted(name for name in names - STANDARD if not name.startswith("time_"))
-    panels = [["reward", "eval_score"], habits, ["entropy"], ["response_length"], ["logprob_diff", "logprob_diff_max"]]
+    panels = [["reward", "eval_score"], habits, ["entropy"], ["response_length"],
+              ["logprob_diff", "logprob_diff_max", "gate_diff"], ["staleness", "staleness_max"]]
     panels = [panel for panel in panels if names & set(panel)]
     figure = Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):

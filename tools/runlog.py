@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -15,13 +16,19 @@ from tools.curve import draw
 
 # In a step's line, in this order; the reward's own metrics follow.
 SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", "grad_norm": ".2f",
-         "clip_fraction": ".3f",
-         "logprob_diff": ".0e", "response_length": ".0f", "truncated": ".2f", "time_step": ".1f"}
+         "clip_fraction": ".3f", "logprob_diff": ".0e", "gate_diff": ".0e", "staleness": ".2f",
+         "response_length": ".0f", "truncated": ".2f", "time_step": ".1f"}
 
 
 def say(text: str):
-    """The only place that prints."""
+    """Prints a line, past the bars of progress."""
     tqdm.write(text)
+
+
+def end(message: str, code: int):
+    """Ends this process at once, with one line: a clean end would wait for ranks that wait for this one."""
+    print(f"train.py: {message}", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 class RunLog:
@@ -59,20 +66,23 @@ class RunLog:
         if self.wandb:
             self.wandb.log(record, step=step)
 
-    def close(self, model: Path):
-        """Completes the model's folder, which has its weights, and draws the curve."""
-        if not self.enabled:
-            return
+    def complete(self, model: Path):
+        """Adds the tokenizer to a folder that has a model's weights and config."""
         self.tokenizer.save_pretrained(model)
         stops = Path(self.tokenizer.name_or_path) / "generation_config.json"     # its stop tokens
         if stops.exists():
             shutil.copy(stops, model)
+
+    def close(self):
+        """Closes the files, and draws the curve."""
+        if not self.enabled:
+            return
         self.metrics.close()
         self.samples.close()
         draw([self.folder], self.folder / "curve.png")
         if self.wandb:
             self.wandb.finish()
-        say(f"done: {model} is a Hugging Face model; {self.folder / 'curve.png'} shows how it learned")
+        say(f"done: {self.folder / 'model'} is a Hugging Face model; {self.folder / 'curve.png'} shows how it learned")
 
 
 def summary(samples: list) -> dict[str, float]:

@@ -1,0 +1,148 @@
+"""The gate: what the engine samples must come from the actor's own weights and at the actor's own temperature.
+
+After every push each rank lets its engine continue a few prompts greedily, and the actor scores the same tokens. At
+the start two more things are looked at, which the same few tokens cannot show: whether samples have the run's
+temperature, and whether the unlikely tokens are really sampled. A verdict names the likely cause.
+"""
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from tools.inputs import UserError
+from tools.runlog import say
+
+# Of the mean |difference| of log-probs, in nats a token. Of the real sglang's, 1e-7 is usual in fp32 (measured, on a
+# CPU), and 0.003 to 0.02 in bf16 (reported by others).
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
+PROMPTS, TOKENS = 8, 8          # of the greedy probe
+DRAWS = 512                     # single tokens, drawn to see the tail
+
+
+@dataclass
+class Scores:
+    """The same N tokens, scored by both sides; every tensor is [N]."""
+    ids: torch.Tensor
+    engine: torch.Tensor
+    actor: torch.Tensor
+
+    @property
+    def gap(self) -> float:
+        """Mean |difference| of their log-probs."""
+        return (self.engine - self.actor).abs().mean().item()
+
+    def moved(self, past: "Scores", side: str) -> float:
+        """How far a side's log-probs of the same tokens are from what they were; infinite for other tokens."""
+        if past is None or not torch.equal(self.ids, past.ids):
+            return float("inf")
+        return (getattr(self, side) - getattr(past, side)).abs().mean().item()
+
+
+class Gate:
+    """Compares engine and actor by a few tokens, and remembers what it saw at the start and after the last push.
+
+    `play(rows, temperature, limit)` lets the engine continue the prompts of these rows and returns the samples;
+    `score(samples, temperature)` returns their ids [N] and the log-probs [N] of both sides. All ranks call together.
+    """
+
+    def __init__(self, config, tied: bool, play, score):
+        self.mode, self.temperature, self.dtype, self.tied = config.gate, config.temperature, config.dtype, tied
+        self.bound, self.play, self.score = BOUNDS[config.dtype], play, score
+        self.first = self.last = None
+
+    def check(self, start: bool) -> dict[str, float]:
+        """After a push. Raises UserError, or only says so, when engine and actor disagree; gate_diff is by how much."""
+        if self.mode == "off":
+            return {}
+        now = Scores(*self.score(self.play(range(PROMPTS), 0.0, TOKENS), 1.0))
+        worst = self.judge(now.gap, self.weights_cause(now))
+        self.first, self.last = self.first or now, now
+        if start:
+            self.check_temperature()
+            self.check_tail()
+        return {"gate_diff": worst}
+
+    def weights_cause(self, now: Scores) -> str | None:
+        """Why the engine's weights are not the actor's, or None."""
+        unmoved = self.last and torch.equal(now.ids, self.last.ids) and torch.equal(now.engine, self.last.engine)
+        if unmoved and now.moved(self.last, "actor") > self.bound / 10:
+            return "stale weights: the actor has learned and the engine's answers are the same to the last bit; the " \
+                   "last push did not reach it"
+        if now.gap <= self.bound:
+            return None
+        if self.last is None and self.dtype == "float32" and now.gap <= BOUNDS["bfloat16"]:
+            return "dtype: the difference is of the size that rounding to bfloat16 makes; the run is in float32"
+        if self.last is None:
+            return "another model: even before the first step the engine's answers are not those of --model; look at " \
+                   "the server's model, its dtype, and what changes its prompts (a chat template, an extra BOS)"
+        if now.moved(self.last, "engine") <= now.gap / 10:
+            return "stale weights: the engine answers as before the last push, which did not reach it"
+        if now.moved(self.first, "engine") <= now.gap / 10:
+            return "base weights: the engine answers as at the start of the run; it has loaded the model's folder anew"
+        head = "; this model ties its head to its embedding: see whether the engine's head follows" if self.tied else ""
+        return f"damaged weights: at least one tensor was lost or changed on its way to the engine{head}"
+
+    def check_temperature(self):
+        """Sampled tokens must have the log-probs that the actor gives them at the run's temperature."""
+        samples = self.play(range(PROMPTS), self.temperature, TOKENS)
+        gap = Scores(*self.score(samples, self.temperature)).gap
+        if over_ranks(gap)[1] <= self.bound:
+            return
+        grid = [round(self.temperature * factor / 20, 3) for factor in range(4, 61)]    # 0.2 to 3 times as high
+        gaps = [Scores(*self.score(samples, temperature)).gap for temperature in grid]
+        likely = grid[min(range(len(grid)), key=gaps.__getitem__)]
+        if min(gaps) < gap / 4:
+            cause = f"temperature: the engine seems to sample at {likely}, --temperature is {self.temperature}"
+        else:
+            cause = "sampling: greedy tokens have the right log-probs and sampled ones have not; look for top_p, " \
+                    "top_k, penalties or a logit bias among the engine's settings"
+        self.judge(gap, cause if not gap <= self.bound else None)
+
+    def check_tail(self):
+        """Unlikely tokens must come up as often as their probability says: a nucleus would never sample them.
+
+        By Good and Turing (Good 1953, doi:10.1093/biomet/40.3-4.237) the share of tokens that came up once estimates
+        the probability of all that never came up. Cut the tail off, and what never came up has more.
+        """
+        low, high = 0.25, 16.0
+        for _ in range(8):      # a temperature at which the tail of the prompt's first token is neither nothing nor all
+            temperature = (low * high) ** 0.5
+            surprise = -sum(sample.logprobs[-1] for sample in self.play([0] * 64, temperature, 1)) / 64
+            if 0.5 <= surprise <= 1.5:
+                break
+            low, high = (temperature, high) if surprise < 0.5 else (low, temperature)
+        drawn = [(sample.ids[-1], sample.logprobs[-1]) for sample in self.play([0] * DRAWS, temperature, 1)]
+        counts = list(Counter(i for i, _ in drawn).values())
+        once, twice = counts.count(1), counts.count(2)
+        unseen = 1 - sum(torch.tensor(list(dict(drawn).values())).exp().tolist())
+        excess, noise = unseen - once / len(drawn), (once + 2 * twice + 1) ** 0.5 / len(drawn)
+        self.judge(excess, f"top_p, top_k or min_p: tokens with {unseen:.0%} of the probability never came up in "
+                   f"{len(drawn)} draws, {once / len(drawn):.0%} were expected: the engine cuts the unlikely ones off"
+                   if excess > 5 * noise + 0.02 else None)
+
+    def judge(self, gap: float, cause: str | None) -> float:
+        """Stops all ranks for the cause of any of them. Returns the largest gap over the ranks."""
+        cause, worst = over_ranks(gap, cause)
+        if cause:
+            message = f"the gate: engine and actor disagree by {worst:.1e}. Likely {cause}. (--gate warn goes on)"
+            if self.mode == "stop":
+                raise UserError(message)
+            say(message) if dist.get_rank() == 0 else None
+        return worst
+
+    def judge_rollout(self, gap: float):
+        """The same for the mean |difference| over the tokens of a whole rollout, the same number on every rank."""
+        if self.mode == "off" or gap <= self.bound:
+            return
+        self.check_temperature()
+        self.judge(gap, "a rollout that is no sample of the policy, though a few tokens are: look at what only long or "
+                        "multi-turn sequences have (the engine's cache, rope scaling, changes by a template)")
+
+
+def over_ranks(gap: float, cause: str | None = None) -> tuple[str | None, float]:
+    """The first cause that any rank has, and the largest gap."""
+    parts = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (cause, gap))
+    causes, gaps = zip(*parts)
+    return next(filter(None, causes), None), max(gaps)

@@ -1,0 +1,325 @@
+"""The two ways to reach SGLang: colocated, in processes on the trainer's own GPUs, and over HTTP, on servers elsewhere.
+
+`SGLangEngine` in train.py decides what to sample and what to push; it speaks through one of these. Both have `loop`, on
+which requests run, and: generate (one request), sleep (before an update), begin, send and end (a push), close.
+"""
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+import uuid
+from collections import Counter
+from datetime import timedelta
+from functools import partial
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from tools.inputs import UserError
+from tools.runlog import end, say
+
+
+FRAME = ("begin_weight_update", "end_weight_update")
+
+
+def framed(version: str) -> bool:
+    """Whether this sglang wants the calls of FRAME around new weights: from 0.5.22 on. Older ones do not know them."""
+    return Version(version) >= Version("0.5.22")
+
+
+def run(loop: asyncio.AbstractEventLoop, work):
+    """Runs a coroutine to its end on a loop, which may already run in another thread. Returns its result."""
+    if loop.is_running():
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+    return loop.run_until_complete(work)
+
+
+class Patience:
+    """Waits for answers; who stays silent for `seconds` while somebody waits, none of his answers coming, is dead.
+
+    So a long queue is no reason to give up, and one request may take longer than that as long as others return.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds, self.heard = seconds, Counter()       # by name: when the last answer came
+
+    async def wait(self, name: str, call):
+        """The result of an awaitable that `name` has to answer. Raises TimeoutError if it is silent too long."""
+        task, start = asyncio.ensure_future(call), time.monotonic()
+        while not task.done():
+            left = max(start, self.heard[name]) + self.seconds - time.monotonic()
+            if left <= 0:
+                task.cancel()
+                raise TimeoutError(f"{name} was silent for {self.seconds:g} s (--engine_timeout)")
+            await asyncio.wait({task}, timeout=left)
+        self.heard[name] = time.monotonic()
+        return task.result()
+
+
+class Colocated:
+    """SGLang in processes of its own on the GPUs of a tensor-parallel group, whose first rank speaks to it."""
+
+    def __init__(self, path: str, tp, config):
+        self.engine, self.tp, self.patience = None, tp, Patience(config.engine_timeout)
+        self.loop, self.framed, self.buffer = asyncio.new_event_loop(), False, torch.empty(0)
+        if tp.get_local_rank() == 0:
+            import sglang
+            gpu = dict(base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=True)
+            cpu = dict(attention_backend="torch_native", sampling_backend="pytorch", grammar_backend="none",
+                       disable_cuda_graph=True, max_total_tokens=32768)     # what runs without CUDA's kernels
+            self.engine = sglang.Engine(
+                model_path=path, dtype=config.dtype, device=config.device, tp_size=tp.size(), log_level="error",
+                skip_tokenizer_init=True, **(gpu if config.device == "cuda" else cpu) | config.sglang_args)
+            self.loop, self.framed = self.engine.loop, framed(sglang.__version__)
+            self.flush()        # its first call sets signal handlers, that wait, or kill us without a word: now ours
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGQUIT, lambda *_: end("SGLang died: one of its processes crashed, or was killed; "
+                                                         "what it said of that stands above", code=1))
+
+    async def generate(self, **payload) -> dict:
+        """SGLang's answer to one request."""
+        return await self.patience.wait("SGLang", self.engine.async_generate(**payload))
+
+    def sleep(self):
+        """Gives weights, cache and graphs of this group's GPUs back to the trainer."""
+        self.flush()
+        self.ask("release_memory_occupation")
+
+    def begin(self):
+        """Makes room for new weights: first the trainer's ranks let go of what they only cache."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        dist.all_reduce(torch.zeros(1), group=self.tp.get_group())  # a barrier: SGLang spans the group's GPUs
+        self.ask("resume_memory_occupation", tags=["weights"])
+        self.ask("begin_weight_update")
+
+    def send(self, tensors: list[tuple[str, torch.Tensor]], version: int):
+        """One bucket of whole tensors, end to end, as a handle on CUDA or shared memory for each rank of SGLang."""
+        if self.engine is None:
+            return
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+        parts = [tensor.flatten().view(torch.uint8) for _, tensor in tensors]
+        size = sum(map(len, parts))
+        if parts[0].is_cuda or len(self.buffer) < size:     # a CPU keeps it: new pages would cost the most
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=parts[0].device).share_memory_()
+        flat = torch.cat(parts, out=self.buffer[:size])
+        plan = FlattenedTensorBucket(named_tensors=[(name, tensor.to("meta")) for name, tensor in tensors])
+        content = dict(flattened_tensor=flat, metadata=plan.get_metadata())
+        handles = [MultiprocessingSerializer.serialize(content) for _ in range(self.tp.size())]
+        self.ask("update_weights_from_tensor", handles, load_format="flattened_bucket", flush_cache=False)
+
+    def end(self):
+        """Takes the rest of the memory back. The cache is empty since `sleep`."""
+        self.ask("end_weight_update")
+        self.ask("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+
+    def flush(self):
+        """Empties the cache. SGLang refuses while it is busy, which it may be for a moment after its last answer."""
+        for _ in range(600):
+            if self.engine is None or self.engine.flush_cache().success:
+                return
+            time.sleep(0.05)
+        raise RuntimeError("sglang: flush_cache failed: still busy 30 s after its last answer")
+
+    def close(self):
+        """Ends SGLang's processes."""
+        self.ask("shutdown")
+
+    def ask(self, method: str, *args, **options):
+        """Calls SGLang from the rank that may. It returns its failures: this raises RuntimeError for them."""
+        if self.engine is None or method in FRAME and not self.framed:
+            return
+        answer = getattr(self.engine, method)(*args, **options)
+        success, message = answer if isinstance(answer, tuple) else (getattr(answer, "success", True), answer)
+        if not success:
+            raise RuntimeError(f"sglang: {method} failed: {message}")
+
+
+class Servers:
+    """Several SGLang servers as one.
+
+    A request goes to the server that has the fewest of this rank's requests open. A server that fails, or is silent,
+    is given up for good on all ranks, and its requests go to the others; what it had begun is lost, and no sample is.
+    Global rank 0 broadcasts the weights, to each server in a process group of its own: a dead one stalls no other.
+    """
+
+    def __init__(self, config):
+        self.loop, self.session, self.patience = asyncio.new_event_loop(), None, Patience(config.engine_timeout)
+        urls = [url.strip().rstrip("/") for url in config.engine.split(",")]
+        first = dist.get_rank() % len(urls)     # each rank prefers another one
+        self.open, self.lost, self.told = dict.fromkeys(urls[first:] + urls[:first], 0), {}, set()
+        self.backend, self.groups, self.framed = "nccl" if config.device == "cuda" else "gloo", {}, {}
+        for server in self.open if dist.get_rank() == 0 else ():
+            try:
+                run(self.loop, self.join(server))
+            except OSError as error:
+                raise UserError(f"--engine {server} cannot be used: {error}") from error
+
+    async def generate(self, **payload) -> dict:
+        """SGLang's answer to one request, from whichever server is left. Raises UserError when none is."""
+        failures = Counter()
+        while self.open:
+            server = min(self.open, key=self.open.get)
+            self.open[server] += 1
+            try:
+                answer = await self.post(server, "generate", **payload)
+                if answer["meta_info"]["finish_reason"]["type"] == "abort":
+                    raise ConnectionError(f"{server} aborted a request")
+                if not answer["meta_info"]["weight_version"].isdigit():
+                    raise TimeoutError(f"{server} has weights that this run did not push; was it started again?")
+                return answer
+            except ConnectionError as error:
+                failures[server] += 1
+                if failures[server] == 3:
+                    self.give_up(server, error)
+                await asyncio.sleep(failures[server])
+            except TimeoutError as error:
+                self.give_up(server, error)
+            finally:
+                if server in self.open:
+                    self.open[server] -= 1
+        raise UserError(f"no SGLang server is left: {'; '.join(self.lost.values())}")
+
+    def sleep(self):
+        """Nothing to do: the servers have GPUs of their own."""
+
+    def begin(self):
+        """Opens a push: requests in flight are put back into the queue, to go on with the new weights."""
+        self.agree()
+        if dist.get_rank() == 0:
+            self.everywhere(partial(self.post, path="pause_generation", mode="retract"))
+            self.everywhere(self.post, "begin_weight_update")
+
+    def send(self, tensors: list[tuple[str, torch.Tensor]], version: int):
+        """Broadcasts one bucket of whole tensors, flattened; each server loads it as the weights of `version`."""
+        if dist.get_rank() > 0:
+            return
+        payload = dict(names=[name for name, _ in tensors], shapes=[list(tensor.shape) for _, tensor in tensors],
+                       dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+                       load_format="flattened_bucket", flush_cache=False, weight_version=str(version))
+        flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in tensors])
+        self.everywhere(self.broadcast, flat, payload)
+
+    def end(self):
+        """Closes a push: without the old weights' cache, sampling goes on."""
+        if dist.get_rank() == 0:
+            self.everywhere(self.post, "end_weight_update")
+            self.everywhere(self.flush)
+            self.everywhere(self.post, "continue_generation")
+        self.agree()
+
+    def close(self):
+        """Leaves the servers as they were found, but for their weights."""
+        if dist.get_rank() == 0:
+            for server in list(self.open):
+                run(self.loop, self.post(server, "destroy_weights_update_group", group_name=self.groups[server][0]))
+        if self.session:
+            run(self.loop, self.session.close())
+
+    # -------------------------------------------- below: one server ---------------------------------------------------
+    async def post(self, server: str, path: str, **payload):
+        """One call. Raises ConnectionError where it breaks, TimeoutError for silence, UserError for a refusal."""
+        if path in FRAME and not self.framed[server]:
+            return {}
+        import aiohttp      # sglang and datasets bring it; needed here only
+        if self.session is None:
+            self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True),
+                                                 timeout=aiohttp.ClientTimeout(total=None))
+        method = "GET" if path == "server_info" else "POST"
+
+        async def call():
+            async with self.session.request(method, f"{server}/{path}", json=payload) as response:
+                return response.status, await response.text()
+        try:
+            status, text = await self.patience.wait(server, call())
+        except aiohttp.ClientError as error:
+            raise ConnectionError(f"{server} failed: {type(error).__name__} {error}") from error
+        if status >= 500:
+            raise ConnectionError(f"{server} failed: {path} gave HTTP {status}")
+        answer = json.loads(text) if text.startswith("{") else {}
+        if status >= 400 or answer.get("success") is False:
+            raise UserError(f"{server} refused {path}: {text[:300]}")
+        return answer
+
+    async def flush(self, server: str):
+        """Empties the cache. A server refuses while it is busy, which it may be for a moment after it was paused."""
+        for attempt in range(600):
+            try:
+                return await self.post(server, "flush_cache")
+            except UserError:
+                await asyncio.sleep(0.05)
+        raise TimeoutError(f"{server} was still busy 30 s after it was paused")
+
+    async def join(self, server: str):
+        """Makes the process group in which this rank, its first, sends weights to one server, all the others."""
+        from sglang.srt.utils import init_custom_process_group
+        info = await self.post(server, "server_info")
+        self.framed[server] = framed(info["version"])
+        try:
+            await self.post(server, "end_weight_update")    # of a run that was killed in the middle of a push
+        except UserError:
+            pass                                            # there was none, as usual
+        parts = urlsplit(server)
+        with socket.create_connection((parts.hostname, parts.port or 80)) as connection:
+            host = connection.getsockname()[0]          # our address, as the server sees it
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        common = dict(world_size=1 + info["tp_size"], group_name=f"weights-{uuid.uuid4().hex[:8]}",
+                      backend=self.backend)
+        mine = asyncio.to_thread(init_custom_process_group, init_method=f"tcp://{host}:{port}", rank=0, **common,
+                                 timeout=timedelta(seconds=self.patience.seconds))
+        theirs = self.post(server, "init_weights_update_group", master_address=host, master_port=port, rank_offset=1,
+                           **common)
+        group, _ = await asyncio.gather(mine, theirs)
+        self.groups[server] = common["group_name"], group
+
+    async def broadcast(self, server: str, flat: torch.Tensor, payload: dict):
+        """Sends bytes to one server; the call over HTTP says what they are."""
+        name, group = self.groups[server]
+
+        def send():
+            if flat.is_cuda:
+                torch.cuda.set_device(flat.device)      # a thread starts with the first GPU
+            dist.broadcast(flat, src=0, group=group)
+        try:
+            await asyncio.gather(self.post(server, "update_weights_from_distributed", group_name=name, **payload),
+                                 asyncio.to_thread(send))
+        except RuntimeError as error:       # gloo's and nccl's
+            raise ConnectionError(f"{server} failed in the middle of a push: {error}") from error
+
+    # -------------------------------------------- below: all servers --------------------------------------------------
+    def everywhere(self, action, *args):
+        """Does `await action(server, *args)` for all servers at once, and gives up those that fail."""
+        async def attempt(server):
+            try:
+                await action(server, *args)
+            except (ConnectionError, TimeoutError) as error:
+                self.give_up(server, error)
+
+        async def attempts():
+            await asyncio.gather(*map(attempt, list(self.open)))
+        run(self.loop, attempts())
+
+    def give_up(self, server: str, error: Exception):
+        """Never asks this server again: it might come back with other weights."""
+        if self.open.pop(server, None) is not None:
+            self.lost[server] = str(error)
+
+    def agree(self):
+        """Whoever is lost to one rank is lost to all; all ranks call it. Raises UserError when no server is left."""
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, self.lost)
+        for lost in parts:
+            for server, reason in lost.items():
+                self.give_up(server, reason)
+        if not self.open:
+            raise UserError(f"no SGLang server is left: {'; '.join(self.lost.values())}")
+        for server in set(self.lost) - self.told if dist.get_rank() == 0 else ():
+            say(f"the run goes on without {server}: {self.lost[server]}")
+        self.told = set(self.lost)
