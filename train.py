@@ -30,6 +30,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,6 +42,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -113,7 +115,7 @@ class Config:
     engine_timeout: float = HfArg(default=1800, help="seconds that SGLang may be silent in before it counts as dead")
     gate: Literal["stop", "warn", "off"] = HfArg(default="stop", help="when engine and actor disagree on log-probs")
     # the run
-    seed: int = HfArg(default=0, help="of the order of the data and of every sample")
+    seed: int = HfArg(default=0, help="of the order of the data, and of samples (SGLang: see generate)")
     output_dir: str = HfArg(default="", help="where the run writes; empty: runs/<time>")
     eval_every: int = HfArg(default=10, help="steps between greedy evaluations, one of them before step 1; 0: never")
     save_every: int = HfArg(default=0, help="steps between exports of the model; the newest stays; 0: at the end")
@@ -324,14 +326,20 @@ def init_distributed(config: Config) -> DeviceMesh:
     backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"   # gloo everywhere: it carries Python objects
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(backend, **alone)
+        for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):  # SGLang sets them, but only in the ranks that start it
+            os.environ.setdefault(name, "0")
+    patience = timedelta(seconds=3 * config.engine_timeout)     # ranks wait for each other longer than for SGLang
+    dist.init_process_group(backend, timeout=patience, **alone)
     world = dist.get_world_size()
     tp = config.tp_size or (2 if config.device == "cuda" and world % 2 == 0 else 1)
     if tp < 1 or world % tp:
         raise UserError(f"--tp_size {tp} does not divide the number of processes, {world}")
     if config.prompts_per_step < world // tp * config.updates_per_step:
         raise UserError(f"--prompts_per_step must be at least --updates_per_step times {world // tp} ranks")
-    return init_device_mesh(config.device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(config.device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+    for name in mesh.mesh_dim_names:
+        _set_pg_timeout(patience, mesh[name].get_group())       # a new group starts with 30 minutes
+    return mesh
 
 
 def reduce(values: list[float], mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> list[float]:
@@ -503,10 +511,10 @@ class SGLangEngine:
     async def generate(self, ids: list[int], temperature: float, seed: int, limit: int = 0):
         """Samples one completion of at most `limit` tokens, by default max_new_tokens. Returns what `rollout` expects.
 
-        SGLang heeds a seed in its deterministic mode only, so it is not passed on.
+        SGLang heeds the seed in its deterministic mode only: --sglang_args '{"enable_deterministic_inference": true}'.
         """
         answer = await self.link.generate(input_ids=ids, return_logprob=True, sampling_params=self.sampling | dict(
-            temperature=temperature, max_new_tokens=limit or self.config.max_new_tokens))
+            temperature=temperature, sampling_seed=seed, max_new_tokens=limit or self.config.max_new_tokens))
         meta, reason = answer["meta_info"], answer["meta_info"]["finish_reason"]
         if reason["type"] == "abort":
             raise UserError(f"SGLang aborted a request: {reason.get('message')}")
@@ -518,7 +526,7 @@ class SGLangEngine:
         return new_ids, logprobs, versions, reason["type"] == "length"
 
     def sleep(self):
-        """Leaves the GPUs to the update. SGLang forgets its weights and its cache, so a push must follow."""
+        """Leaves the GPUs to the update. A colocated SGLang forgets its weights and its cache: a push must follow."""
         self.link.sleep()
 
     def push(self, weights: dict[str, DTensor]):

@@ -75,7 +75,8 @@ class OneStepOff(Trainer):
         lags = [self.engine.version - version for sample in gather(samples, self.mesh["dp"])
                 for version, trained in zip(sample.versions, sample.mask) if trained]
         if not 0 <= min(lags) <= max(lags) <= self.config.max_staleness:
-            raise UserError(f"a token is {max(lags)} pushes old; --max_staleness is {self.config.max_staleness}")
+            raise UserError(f"tokens are {min(lags)} to {max(lags)} pushes old, --max_staleness is "
+                            f"{self.config.max_staleness}: does another run push to the same server?")
         return {"staleness": fmean(lags), "staleness_max": max(lags)}
 
 

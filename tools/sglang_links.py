@@ -6,13 +6,13 @@ which requests run, and: generate (one request), sleep (before an update), begin
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import time
 import uuid
 from collections import Counter
 from datetime import timedelta
-from functools import partial
 from urllib.parse import urlsplit
 
 import torch
@@ -26,8 +26,12 @@ from tools.runlog import end, say
 FRAME = ("begin_weight_update", "end_weight_update")
 
 
-def framed(version: str) -> bool:
-    """Whether this sglang wants the calls of FRAME around new weights: from 0.5.22 on. Older ones do not know them."""
+def recent(version: str) -> bool:
+    """Whether this sglang is of 0.5.22 or later.
+
+    Those want the calls of FRAME around new weights, which older ones do not know; and they let the cache be flushed
+    while requests that were put back wait, which older ones refuse.
+    """
     return Version(version) >= Version("0.5.22")
 
 
@@ -45,19 +49,28 @@ class Patience:
     """
 
     def __init__(self, seconds: float):
-        self.seconds, self.heard = seconds, Counter()       # by name: when the last answer came
+        self.seconds, self.heard, self.tasks = seconds, Counter(), {}   # by name: the last answer's time, what is open
 
     async def wait(self, name: str, call):
         """The result of an awaitable that `name` has to answer. Raises TimeoutError if it is silent too long."""
         task, start = asyncio.ensure_future(call), time.monotonic()
+        self.tasks.setdefault(name, set()).add(task)
+        task.add_done_callback(self.tasks[name].discard)
         while not task.done():
             left = max(start, self.heard[name]) + self.seconds - time.monotonic()
-            if left <= 0:
+            await asyncio.wait({task}, timeout=max(left, 0))        # at least once: we may be the one who slept
+            if left <= 0 and not task.done():
                 task.cancel()
                 raise TimeoutError(f"{name} was silent for {self.seconds:g} s (--engine_timeout)")
-            await asyncio.wait({task}, timeout=left)
+        if task.cancelled():
+            raise ConnectionError(f"{name} was given up")
         self.heard[name] = time.monotonic()
         return task.result()
+
+    def give_up(self, name: str):
+        """Ends every wait for `name`, with a ConnectionError. To be called on the loop."""
+        for task in list(self.tasks.get(name, ())):
+            task.cancel()
 
 
 class Colocated:
@@ -65,7 +78,7 @@ class Colocated:
 
     def __init__(self, path: str, tp, config):
         self.engine, self.tp, self.patience = None, tp, Patience(config.engine_timeout)
-        self.loop, self.framed, self.buffer = asyncio.new_event_loop(), False, torch.empty(0)
+        self.loop, self.recent, self.buffer = asyncio.new_event_loop(), False, torch.empty(0)
         if tp.get_local_rank() == 0:
             import sglang
             gpu = dict(base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=True)
@@ -74,7 +87,7 @@ class Colocated:
             self.engine = sglang.Engine(
                 model_path=path, dtype=config.dtype, device=config.device, tp_size=tp.size(), log_level="error",
                 skip_tokenizer_init=True, **(gpu if config.device == "cuda" else cpu) | config.sglang_args)
-            self.loop, self.framed = self.engine.loop, framed(sglang.__version__)
+            self.loop, self.recent = self.engine.loop, recent(sglang.__version__)
             self.flush()        # its first call sets signal handlers, that wait, or kill us without a word: now ours
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGQUIT, lambda *_: end("SGLang died: one of its processes crashed, or was killed; "
@@ -88,12 +101,13 @@ class Colocated:
         """Gives weights, cache and graphs of this group's GPUs back to the trainer."""
         self.flush()
         self.ask("release_memory_occupation")
+        self.barrier()                  # SGLang spans the GPUs of the whole group: no rank may use them sooner
 
     def begin(self):
         """Makes room for new weights: first the trainer's ranks let go of what they only cache."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        dist.all_reduce(torch.zeros(1), group=self.tp.get_group())  # a barrier: SGLang spans the group's GPUs
+        self.barrier()
         self.ask("resume_memory_occupation", tags=["weights"])
         self.ask("begin_weight_update")
 
@@ -105,9 +119,12 @@ class Colocated:
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
         parts = [tensor.flatten().view(torch.uint8) for _, tensor in tensors]
         size = sum(map(len, parts))
-        if parts[0].is_cuda or len(self.buffer) < size:     # a CPU keeps it: new pages would cost the most
-            self.buffer = torch.empty(size, dtype=torch.uint8, device=parts[0].device).share_memory_()
-        flat = torch.cat(parts, out=self.buffer[:size])
+        if parts[0].is_cuda:
+            flat = torch.cat(parts)
+        else:       # shared memory is kept from push to push: new pages would take longer than all the rest
+            if len(self.buffer) < size:
+                self.buffer = torch.empty(size, dtype=torch.uint8).share_memory_()
+            flat = torch.cat(parts, out=self.buffer[:size])
         plan = FlattenedTensorBucket(named_tensors=[(name, tensor.to("meta")) for name, tensor in tensors])
         content = dict(flattened_tensor=flat, metadata=plan.get_metadata())
         handles = [MultiprocessingSerializer.serialize(content) for _ in range(self.tp.size())]
@@ -117,6 +134,10 @@ class Colocated:
         """Takes the rest of the memory back. The cache is empty since `sleep`."""
         self.ask("end_weight_update")
         self.ask("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+
+    def barrier(self):
+        """Waits for the ranks of the group, on gloo: it takes no memory of a GPU."""
+        dist.all_reduce(torch.zeros(1), group=self.tp.get_group())
 
     def flush(self):
         """Empties the cache. SGLang refuses while it is busy, which it may be for a moment after its last answer."""
@@ -132,7 +153,7 @@ class Colocated:
 
     def ask(self, method: str, *args, **options):
         """Calls SGLang from the rank that may. It returns its failures: this raises RuntimeError for them."""
-        if self.engine is None or method in FRAME and not self.framed:
+        if self.engine is None or method in FRAME and not self.recent:
             return
         answer = getattr(self.engine, method)(*args, **options)
         success, message = answer if isinstance(answer, tuple) else (getattr(answer, "success", True), answer)
@@ -145,7 +166,8 @@ class Servers:
 
     A request goes to the server that has the fewest of this rank's requests open. A server that fails, or is silent,
     is given up for good on all ranks, and its requests go to the others; what it had begun is lost, and no sample is.
-    Global rank 0 broadcasts the weights, to each server in a process group of its own: a dead one stalls no other.
+    Global rank 0 broadcasts the weights, to each server in a process group of its own, so that one may die in a push
+    (gloo; nccl's watchdog ends the run after --engine_timeout).
     """
 
     def __init__(self, config):
@@ -153,7 +175,9 @@ class Servers:
         urls = [url.strip().rstrip("/") for url in config.engine.split(",")]
         first = dist.get_rank() % len(urls)     # each rank prefers another one
         self.open, self.lost, self.told = dict.fromkeys(urls[first:] + urls[:first], 0), {}, set()
-        self.backend, self.groups, self.framed = "nccl" if config.device == "cuda" else "gloo", {}, {}
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))    # each open request is a socket
+        self.backend, self.groups, self.recent = "nccl" if config.device == "cuda" else "gloo", {}, {}
         for server in self.open if dist.get_rank() == 0 else ():
             try:
                 run(self.loop, self.join(server))
@@ -162,14 +186,16 @@ class Servers:
 
     async def generate(self, **payload) -> dict:
         """SGLang's answer to one request, from whichever server is left. Raises UserError when none is."""
-        failures = Counter()
+        failures, aborts = Counter(), 0
         while self.open:
             server = min(self.open, key=self.open.get)
             self.open[server] += 1
             try:
                 answer = await self.post(server, "generate", **payload)
-                if answer["meta_info"]["finish_reason"]["type"] == "abort":
-                    raise ConnectionError(f"{server} aborted a request")
+                if answer["meta_info"]["finish_reason"]["type"] == "abort" and aborts < 100:
+                    aborts += 1
+                    await asyncio.sleep(1)      # `pause` does that to an older sglang; more often, it is the request
+                    continue
                 if not answer["meta_info"]["weight_version"].isdigit():
                     raise TimeoutError(f"{server} has weights that this run did not push; was it started again?")
                 return answer
@@ -189,10 +215,10 @@ class Servers:
         """Nothing to do: the servers have GPUs of their own."""
 
     def begin(self):
-        """Opens a push: requests in flight are put back into the queue, to go on with the new weights."""
+        """Opens a push; requests in flight wait for its end."""
         self.agree()
         if dist.get_rank() == 0:
-            self.everywhere(partial(self.post, path="pause_generation", mode="retract"))
+            self.everywhere(self.pause)
             self.everywhere(self.post, "begin_weight_update")
 
     def send(self, tensors: list[tuple[str, torch.Tensor]], version: int):
@@ -216,15 +242,14 @@ class Servers:
     def close(self):
         """Leaves the servers as they were found, but for their weights."""
         if dist.get_rank() == 0:
-            for server in list(self.open):
-                run(self.loop, self.post(server, "destroy_weights_update_group", group_name=self.groups[server][0]))
+            self.everywhere(self.leave)
         if self.session:
             run(self.loop, self.session.close())
 
     # -------------------------------------------- below: one server ---------------------------------------------------
     async def post(self, server: str, path: str, **payload):
         """One call. Raises ConnectionError where it breaks, TimeoutError for silence, UserError for a refusal."""
-        if path in FRAME and not self.framed[server]:
+        if path in FRAME and not self.recent[server]:
             return {}
         import aiohttp      # sglang and datasets bring it; needed here only
         if self.session is None:
@@ -246,6 +271,10 @@ class Servers:
             raise UserError(f"{server} refused {path}: {text[:300]}")
         return answer
 
+    async def pause(self, server: str):
+        """Puts requests in flight back into the queue, to go on with new weights; an older sglang starts them anew."""
+        await self.post(server, "pause_generation", mode="retract" if self.recent[server] else "abort")
+
     async def flush(self, server: str):
         """Empties the cache. A server refuses while it is busy, which it may be for a moment after it was paused."""
         for attempt in range(600):
@@ -259,13 +288,14 @@ class Servers:
         """Makes the process group in which this rank, its first, sends weights to one server, all the others."""
         from sglang.srt.utils import init_custom_process_group
         info = await self.post(server, "server_info")
-        self.framed[server] = framed(info["version"])
+        self.recent[server] = recent(info["version"])
         try:
             await self.post(server, "end_weight_update")    # of a run that was killed in the middle of a push
         except UserError:
             pass                                            # there was none, as usual
         parts = urlsplit(server)
-        with socket.create_connection((parts.hostname, parts.port or 80)) as connection:
+        port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+        with socket.create_connection((parts.hostname, port)) as connection:
             host = connection.getsockname()[0]          # our address, as the server sees it
         with socket.socket() as free:
             free.bind(("", 0))
@@ -279,6 +309,15 @@ class Servers:
         group, _ = await asyncio.gather(mine, theirs)
         self.groups[server] = common["group_name"], group
 
+    async def leave(self, server: str):
+        """Ends the group that `join` made. The run is over: a server that is gone, or new, does no harm."""
+        name, group = self.groups[server]
+        try:
+            await asyncio.gather(self.post(server, "destroy_weights_update_group", group_name=name),
+                                 asyncio.to_thread(dist.destroy_process_group, group))
+        except UserError:
+            pass
+
     async def broadcast(self, server: str, flat: torch.Tensor, payload: dict):
         """Sends bytes to one server; the call over HTTP says what they are."""
         name, group = self.groups[server]
@@ -290,7 +329,7 @@ class Servers:
         try:
             await asyncio.gather(self.post(server, "update_weights_from_distributed", group_name=name, **payload),
                                  asyncio.to_thread(send))
-        except RuntimeError as error:       # gloo's and nccl's
+        except (RuntimeError, UserError) as error:      # gloo's; or the server is a new one, and knows no group
             raise ConnectionError(f"{server} failed in the middle of a push: {error}") from error
 
     # -------------------------------------------- below: all servers --------------------------------------------------
@@ -307,17 +346,21 @@ class Servers:
         run(self.loop, attempts())
 
     def give_up(self, server: str, error: Exception):
-        """Never asks this server again: it might come back with other weights."""
+        """Never asks this server again: it might come back with other weights. To be called on the loop."""
         if self.open.pop(server, None) is not None:
             self.lost[server] = str(error)
+            self.patience.give_up(server)
 
     def agree(self):
         """Whoever is lost to one rank is lost to all; all ranks call it. Raises UserError when no server is left."""
         parts = [None] * dist.get_world_size()
         dist.all_gather_object(parts, self.lost)
-        for lost in parts:
-            for server, reason in lost.items():
-                self.give_up(server, reason)
+
+        async def give_up_all():
+            for lost in parts:
+                for server, reason in lost.items():
+                    self.give_up(server, reason)
+        run(self.loop, give_up_all())
         if not self.open:
             raise UserError(f"no SGLang server is left: {'; '.join(self.lost.values())}")
         for server in set(self.lost) - self.told if dist.get_rank() == 0 else ():
