@@ -143,7 +143,8 @@ class Gate:
             message = f"the gate: engine and actor disagree by {worst:.1e}. Likely {cause}. (--gate warn goes on)"
             if self.mode == "stop":
                 raise UserError(message)
-            say(message) if dist.get_rank() == 0 else None
+            if dist.get_rank() == 0:
+                say(message)
         return worst
 
     def judge_rollout(self, gap: float):

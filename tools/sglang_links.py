@@ -209,7 +209,7 @@ class Servers:
             finally:
                 if server in self.open:
                     self.open[server] -= 1
-        raise UserError(f"no SGLang server is left: {'; '.join(self.lost.values())}")
+        raise self.none_left()
 
     def sleep(self):
         """Nothing to do: the servers have GPUs of their own."""
@@ -351,6 +351,10 @@ class Servers:
             self.lost[server] = str(error)
             self.patience.give_up(server)
 
+    def none_left(self) -> UserError:
+        """What to say when all are lost, and why."""
+        return UserError(f"no SGLang server is left: {'; '.join(self.lost.values())}")
+
     def agree(self):
         """Whoever is lost to one rank is lost to all; all ranks call it. Raises UserError when no server is left."""
         parts = [None] * dist.get_world_size()
@@ -362,7 +366,7 @@ class Servers:
                     self.give_up(server, reason)
         run(self.loop, give_up_all())
         if not self.open:
-            raise UserError(f"no SGLang server is left: {'; '.join(self.lost.values())}")
+            raise self.none_left()
         for server in set(self.lost) - self.told if dist.get_rank() == 0 else ():
             say(f"the run goes on without {server}: {self.lost[server]}")
         self.told = set(self.lost)
