@@ -5,6 +5,8 @@ under torchrun, which starts this very file: then it is the worker at its end.
 """
 import asyncio
 import ast
+import inspect
+import itertools
 import json
 import math
 import os
@@ -18,8 +20,10 @@ import time
 import urllib.request
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # a name that is no folder is refused at once
 
@@ -28,7 +32,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention.varlen import varlen_attn
 from transformers import (
     AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM,
     Qwen3Config, Qwen3ForCausalLM)
@@ -36,11 +40,14 @@ from transformers import (
 import local_engine
 import rewards
 import train
+from bench import memory
 from local_engine import LocalEngine, sample_tokens
+from tools import plan as planner
 from tools.gate import Gate, Scores
 from tools.inputs import UserError, check_prompts, find_model, load_rows, parse_flags
 from tools.runlog import averages, marked
 from tools.sglang_links import Patience, recent
+from tools.speed import forward_flops, speed
 from train import Config, RLDataset, Sample, Trainer
 
 HERE = Path(__file__).parent
@@ -232,10 +239,36 @@ def test_token_weight():
 
 def test_pack_keeps_everything_within_the_budget():
     samples = some_samples()
-    packs = train.pack(samples, 40)
+    packs = train.pack(samples, 40, 1)
     assert sorted(id(s) for part in packs for s in part) == sorted(map(id, samples))
     assert all(sum(len(s.ids) for s in part) <= 40 for part in packs) and len(packs) < len(samples)
-    assert [len(part) for part in train.pack(samples, 1)] == [1] * len(samples)
+    assert [len(part) for part in train.pack(samples, 1, 1)] == [1] * len(samples)
+
+
+def of_length(*lengths: int) -> list[Sample]:
+    return [Sample([], {}, [0] * length) for length in lengths]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_pack_gives_each_rank_as_many_and_as_much(ranks):
+    lengths = (torch.randn(400, generator=torch.Generator().manual_seed(0)).mul(0.9).exp() * 100 + 1)
+    lengths = lengths.clamp(max=1000).int().tolist()
+    packs = train.pack(of_length(*lengths), 4096, ranks)
+    sizes = [sum(len(sample.ids) for sample in part) for part in packs]
+    assert len(packs) % ranks == 0 and max(sizes) <= 4096 and max(sizes) - min(sizes) < 50
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(packs) - ranks < sum(lengths) / 4096 / 0.98      # no more of them than the tokens need
+    assert len(train.pack(of_length(3, 2), 100, ranks)) == ranks
+
+
+def test_pack_by_hand():
+    # Longest first, to the emptiest: 9 | 7 -> 9 | 7 5 -> 9 4 | 7 5 -> 9 4 | 7 5 3; all within 15.
+    packs = train.pack(of_length(3, 9, 5, 7, 4), 15, 2)
+    assert sorted([len(sample.ids) for sample in part] for part in packs) == [[7, 5, 3], [9, 4]]
+    # A sample of 20 is over the budget and gets one of its own; the other rank's share follows.
+    packs = train.pack(of_length(20, 5, 5), 12, 2)
+    assert sorted([len(sample.ids) for sample in part] for part in packs) == [[5, 5], [20]]
+    assert [len(part) for part in train.pack(of_length(5), 10, 3)] == [1, 0, 0]     # a rank may have nothing
 
 
 def test_make_batch_by_hand():
@@ -245,7 +278,8 @@ def test_make_batch_by_hand():
     assert batch.ids.tolist() == [[7, 8, 9, 5, 4, 3]] and batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert batch.source.tolist() == [0, 2, 4] and batch.targets.tolist() == [8, 5, 3]
     assert batch.engine_logprobs.tolist() == [-1, -2, -3] and batch.advantages.tolist() == [0.5, 0.5, -1]
-    assert batch.weights.tolist() == pytest.approx([0.1, 0.1, 0.2]) and batch.lengths == [4, 2]
+    assert batch.weights.tolist() == pytest.approx([0.1, 0.1, 0.2])
+    assert batch.bounds.tolist() == [0, 4, 6] and batch.longest == 4
 
 
 def test_prompt_order_is_a_new_permutation_every_epoch():
@@ -407,17 +441,123 @@ def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, tokenizer, kind):
                                rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("chunk", [2**26, 3 * 64, 1])
+@pytest.mark.parametrize("temperature, used", [(1.0, 64), (0.7, 61), (1.3, 1)])
+def test_head_logprobs_equal_plain_autograd(mesh, monkeypatch, chunk, temperature, used):
+    monkeypatch.setattr(train, "CHUNK", max(chunk, 64))
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(7, 16, generator=generator).requires_grad_()
+    head = torch.randn(64, 16, generator=generator).requires_grad_()
+    targets = torch.randint(0, used, (7,), generator=generator)
+    outside = torch.randn(2, 7, generator=generator)        # gradients of some loss
+    plain = torch.log_softmax((states @ head.T)[:, :used] / temperature, -1)
+    expected = plain.gather(1, targets[:, None])[:, 0], -(plain.exp() * plain).sum(-1)
+    found = train.HeadLogprobs.apply(states, head, targets, temperature, used, mesh["tp"])
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad((outside * torch.stack(found)).sum(), (states, head))
+    expected = torch.autograd.grad((outside * torch.stack(expected)).sum(), (states, head))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+class Pretended(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+    is_cuda = True
+
+
+def test_the_gpu_kernel_is_asked_for_what_the_cpu_computes(monkeypatch):
+    def plain_varlen(*arguments, **options):
+        given = inspect.signature(varlen_attn).bind(*arguments, **options).arguments     # raises where torch would
+        assert given["max_q"] == given["max_k"] == 7 and given["window_size"] == (-1, 0) and given["enable_gqa"]
+        assert given["cu_seq_q"] is given["cu_seq_k"] and given["cu_seq_q"].dtype == torch.int32
+        parts = []
+        for start, end in itertools.pairwise(given["cu_seq_q"].tolist()):
+            q, k, v = (given[name][start:end].as_subclass(torch.Tensor).float() for name in ("query", "key", "value"))
+            k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))        # [length, heads, width]
+            scores = torch.einsum("qhd,khd->hqk", q, k) * given["scale"]
+            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        return torch.cat(parts)
+
+    monkeypatch.setattr(train, "varlen_attn", plain_varlen)
+    q, k, v = (torch.randn(1, heads, 12, 8).bfloat16() for heads in (4, 2, 2))
+    bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+    options = dict(mask=None, scaling=0.3, bounds=bounds, longest=7)
+    on_gpu, _ = train.packed_attention(None, *(part.as_subclass(Pretended) for part in (q, k, v)), **options)
+    on_cpu, _ = train.packed_attention(None, q.float(), k.float(), v.float(), **options)
+    assert on_gpu.shape == on_cpu.shape == (1, 12, 4, 8)
+    torch.testing.assert_close(on_gpu.as_subclass(torch.Tensor), on_cpu, rtol=1e-4, atol=1e-4)
+
+
+def test_a_moved_actor_goes_on_learning(mesh, tmp_path, monkeypatch):
+    folder = random_model(tmp_path, "qwen3", tied=True)
+    moved, still = (make_trainer(Config(model=str(folder), group_size=2, warmup_steps=0, lr=0.01), mesh)
+                    for _ in range(2))
+    # Without a GPU to move to, a copy of every tensor: what the parameters hold is new, as after a move.
+    monkeypatch.setattr(moved.actor.model, "to", lambda device: moved.actor.model._apply(torch.clone))
+    for _ in range(3):
+        for trainer in (moved, still):
+            trainer.actor.move("cpu")
+            trainer.actor.update([trainer.micro_batches(some_samples())])
+    assert moved.actor.optimizer.state[moved.actor.parameters[0]]["exp_avg"].device.type == "cpu"
+    for name, value in still.actor.weights().items():
+        assert torch.equal(moved.actor.weights()[name].full_tensor(), value.full_tensor()), name
+
+
+def test_offload_takes_turns(tmp_path, mesh, monkeypatch):
+    monkeypatch.setattr(train, "init_distributed", lambda config: mesh)
+    trainer, seen, places = small_trainer(str(tmp_path), offload=True), [], []
+    trainer.swap(to="engine")
+
+    def noted(name, function):
+        return lambda *arguments, **options: (seen.append(name), function(*arguments, **options))[1]
+
+    for name in ("act", "compare", "publish", "batches"):
+        setattr(trainer, name, noted(name, getattr(trainer, name)))
+    trainer.engine.sleep = noted("sleep", trainer.engine.sleep)
+    trainer.actor.move = noted("move", lambda device: places.append(device))
+    trainer.config.device = "the GPU"
+    trainer.actor.update = noted("update", lambda updates: {"logprob_diff": 0.0})
+    trainer.batches = noted("batches", lambda samples: [])
+    trainer.publish = noted("publish", lambda: {})
+    trainer.step(1)
+    assert seen == ["act", "compare", "sleep", "move", "batches", "update", "publish", "move"]
+    assert places == ["the GPU", "cpu"]
+
+
+def test_compiled_layers_compute_the_same(mesh, tmp_path, tokenizer, monkeypatch):
+    plain_compile = torch.nn.Module.compile             # its graphs, without minutes of making kernels of them
+    monkeypatch.setattr(torch.nn.Module, "compile",
+                        lambda module, **options: plain_compile(module, backend="aot_eager", **options))
+    folder = str(random_model(tmp_path, "qwen2", tied=True))
+    plain, compiled = (train.Actor(folder, mesh, Config(model=folder, compile=flag), len(tokenizer))
+                       for flag in (False, True))
+    for samples in (some_samples(), some_samples(3)):       # other lengths, the same code
+        batch = train.make_batch(samples, [1.0] * len(samples), "cpu")
+        (expected, _), (found, _) = plain.logprobs(batch), compiled.logprobs(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        expected.sum().backward()
+        found.sum().backward()
+    for one, other in zip(plain.parameters, compiled.parameters):
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), rtol=1e-4, atol=1e-4)
+
+
 def test_several_updates_use_the_old_policy(mesh, tmp_path, tokenizer):
     folder = random_model(tmp_path, "qwen3", tied=True)
     samples = [Sample([], {}, s.ids, s.mask, s.logprobs, advantage=s.advantage) for s in some_samples(4, 2)]
     trainer = make_trainer(Config(model=str(folder), group_size=2, updates_per_step=2, lr=0.02, warmup_steps=0,
                                   prompts_per_step=4), mesh)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer.engine = SimpleNamespace(exact=True)
+    updates = trainer.batches(samples)      # the engine's log-probs are the actor's: no pass
+    assert updates[0][0].old_logprobs is None and updates[1][0].old_logprobs is updates[1][0].engine_logprobs
+    trainer.engine.exact = False
     updates = trainer.batches(samples)
-    assert [len(batch.lengths) for batches in updates for batch in batches] == [4, 4]
-    first = [sample for i in (0, 4) for sample in samples[i:i + 2]]     # groups 0 and 2
-    expected = torch.cat([plain_logprobs(model, s, len(tokenizer)) for s in sorted(first, key=lambda s: len(s.ids))])
-    torch.testing.assert_close(updates[0][0].old_logprobs, expected, rtol=1e-5, atol=2e-5)
+    assert [len(batch.bounds) - 1 for batches in updates for batch in batches] == [4, 4]
+    assert updates[0][0].old_logprobs is None                           # on-policy: no pass is spent on it
+    second = [sample for i in (2, 6) for sample in samples[i:i + 2]]    # groups 1 and 3
+    second.sort(key=lambda sample: len(sample.ids), reverse=True)
+    expected = torch.cat([plain_logprobs(model, sample, len(tokenizer)) for sample in second])
+    torch.testing.assert_close(updates[1][0].old_logprobs, expected, rtol=1e-5, atol=2e-5)
     assert trainer.actor.update(updates)["clip_fraction"] > 0           # the second update is off-policy
 
 
@@ -428,19 +568,19 @@ def test_samples_without_advantage_count_but_stay_out(mesh, tmp_path):
     for sample in samples[:4]:
         sample.advantage = 0.0
     batches = trainer.micro_batches(samples)
-    assert sum(len(batch.lengths) for batch in batches) == len(samples) - 4
-    shortest = min(samples[4:], key=lambda sample: len(sample.ids))
-    assert batches[0].weights[0].item() == pytest.approx(1 / (len(samples) * sum(shortest.mask)))
+    assert sum(len(batch.bounds) - 1 for batch in batches) == len(samples) - 4
+    longest = max(samples[4:], key=lambda sample: len(sample.ids))
+    assert batches[0].weights[0].item() == pytest.approx(1 / (len(samples) * sum(longest.mask)))
     for sample in samples:
         sample.advantage = 0.0
     metrics = trainer.actor.update([trainer.micro_batches(samples)])
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
 
 
-CASES = {  # processes -> (tensor parallel size, tokens per micro-batch, gradient checkpointing)
-    1: [(1, 10**6, False), (1, 30, False), (1, 60, True)],
-    2: [(1, 10**6, False), (2, 10**6, False), (2, 30, True)],
-    4: [(1, 10**6, False), (2, 30, False)],
+CASES = {  # processes -> (tensor parallel size, copies of the model, tokens per micro-batch, gradient checkpointing)
+    1: [(1, 1, 10**6, False), (1, 1, 30, False), (1, 1, 60, True)],
+    2: [(1, 1, 10**6, False), (2, 1, 10**6, False), (2, 1, 30, True), (1, 2, 60, False)],
+    4: [(1, 1, 10**6, False), (2, 1, 30, False), (1, 2, 60, False), (2, 2, 10**6, False)],
 }
 
 
@@ -957,7 +1097,8 @@ def test_the_line_budget():
 
 def test_the_readme_does_not_drift():
     readme = (HERE / "README.md").read_text()
-    others = {"standalone", "nproc_per_node", "output", "help", "host", "port"}
+    others = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "output", "help", "host", "port",
+              "processes", "gpu_gb"}
     for flag in set(re.findall(r"--([a-z_]+)", readme)) - others:
         assert flag in Config.__dataclass_fields__, flag
     for name in re.findall(r"`([\w/-]+\.(?:py|txt|md|png|jsonl))`", readme):
@@ -967,14 +1108,141 @@ def test_the_readme_does_not_drift():
     assert int(said) == len((HERE / "train.py").read_text().splitlines())
 
 
+def test_forward_flops_by_hand():
+    # One layer, H 4, MLP 8, 2 heads of 2, 1 key-value head: q and o 16 each, k and v 8 each, MLP 3 * 32 = 144 weights.
+    # 3 + 2 tokens: 2 * 144 * 5 = 1440. Attention: token t sees t: (1 + 2 + 3) + (1 + 2) = 9 pairs, 2 products of
+    # 2 * 4 FLOPs each: 144. Head at 3 tokens: 2 * 4 * 10 * 3 = 240.
+    config = Qwen2Config(hidden_size=4, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+                         num_key_value_heads=1, vocab_size=10)
+    assert forward_flops(config, [3, 2], 3) == 1440 + 144 + 240
+
+
+def test_speed_by_hand():
+    config = Qwen2Config(hidden_size=4, num_attention_heads=2, num_key_value_heads=1)
+    samples = [Sample([], {}, [0] * 10, [0] * 6 + [1] * 4, advantage=1.0), Sample([], {}, [0] * 10, [0] * 4 + [1] * 6)]
+    times = dict(time_rollout=1.5, time_wait=0.5, time_logprobs=1.0, time_update=3.0)
+    assert speed(config, samples, times, 2) == {"rollout_tokens_per_s": 5.0, "train_tokens_per_s": 2.5}
+
+
 def test_averages_skip_what_is_missing():
     assert averages([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 2}
 
 
+# ------------------------------------------------ the plan ------------------------------------------------------------
+def qwen_1_5b(folder: Path, tied: bool = True) -> Path:
+    """The config.json of Qwen2.5-1.5B, alone."""
+    Qwen2Config(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28,
+                num_attention_heads=12, num_key_value_heads=2, tie_word_embeddings=tied).save_pretrained(folder)
+    return folder
+
+
+def planned(folder: Path, *flags: str, ranks: int = 1) -> dict[str, dict[str, float]]:
+    """The plan for GPUs of 80 GB, or whatever the flags say."""
+    config = planner.read_flags(["--model", str(folder), "--gpu_gb", "80", "--processes", str(ranks), *flags])
+    return planner.plan(config, planner.find_config(config.model), config.processes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_plan_is_near_what_an_update_takes(mesh, tmp_path, dtype, recompute):
+    folder = random_model(tmp_path, "qwen3", tied=True, vocab_size=4096, hidden_size=128, intermediate_size=384,
+                          num_hidden_layers=4, max_position_embeddings=1024)
+    config = planner.PlanConfig(model=str(folder), engine="http://elsewhere", dtype=dtype, max_new_tokens=8,
+                                tokens_per_micro_batch=2048, gradient_checkpointing=recompute)
+    actor = train.Actor(str(folder), mesh, config, 4096)
+    short, full = memory.full_batch(64, config.device), memory.full_batch(2048, config.device)
+    actor.update([[short]])
+    held = memory.tensor_bytes(actor)
+    phases = planner.plan(config, actor.model.config, 1, memory.TRAINED)
+    assert phases["push"]["parameters"] + phases["push"]["Adam"] == pytest.approx(held, rel=0.01)
+    expected = max(sum(parts.values()) - parts["reserve"] for parts in phases.values() if "gradients" in parts)
+    assert expected == pytest.approx(held + memory.peak(lambda: actor.update([[short, full]])), rel=0.15)
+
+
+def test_plan_counts_parameters(tmp_path):
+    # By hand: q 1536 x 1536 + 1536, k and v each 1536 x 256 + 256, o 1536 x 1536, MLP 3 x 1536 x 8960, two norms of
+    # 1536: 46,797,824 a layer; 28 of them, a norm, and an embedding of 151936 x 1536 = 233,373,696.
+    tied = 28 * 46_797_824 + 1536 + 233_373_696
+    assert planned(qwen_1_5b(tmp_path))["rollout"]["parameters"] == 4 * tied == 4 * 1_543_714_304
+    untied = planned(qwen_1_5b(tmp_path, tied=False))
+    assert untied["rollout"]["parameters"] == 4 * (tied + 233_373_696)
+    assert untied["layers"]["Adam"] == 2 * untied["layers"]["gradients"] == 8 * (tied + 233_373_696)
+
+
+def test_plan_divides_what_is_sharded(tmp_path):
+    folder = qwen_1_5b(tmp_path)
+    one, four, copies, split = (planned(folder, *flags, ranks=ranks)["layers"] for ranks, flags in (
+        (1, ()), (4, ("--tp_size", "1")), (4, ("--tp_size", "1", "--dp_replicate", "2")), (4, ("--tp_size", "2"))))
+    for name in ("parameters", "gradients", "Adam"):
+        assert four[name] == one[name] / 4 and copies[name] == one[name] / 2    # HSDP: two copies, each on two ranks
+        assert split[name] == pytest.approx(one[name] / 4, rel=1e-3)            # but for the norms
+    assert four["activations"] == one["activations"]        # each rank has a full micro-batch of its own
+    assert one["activations"] / 2 < split["activations"] < one["activations"]   # norms and residuals are on all ranks
+    logprobs, halved = (planned(folder, "--tp_size", tp, ranks=2)["log-probs"] for tp in ("1", "2"))
+    assert halved["log-probs"] < logprobs["log-probs"] and halved["gathered"] < 0.6 * logprobs["gathered"]
+
+
+def test_plan_knows_what_is_held_when(tmp_path):
+    folder = qwen_1_5b(tmp_path)
+    phases = planned(folder)
+    assert phases["rollout"]["engine"] == 0.5 * 80e9 + planner.SGLANG_REST      # mem_fraction_static of the card
+    assert phases["push"]["engine"] == phases["rollout"]["engine"] and phases["log-probs"]["engine"] == 0
+    moved = planned(folder, "--offload", "true")
+    assert "parameters" not in moved["rollout"] and moved["push"] == phases["push"]     # it is there for the push
+    assert all(parts["engine"] == 0 for parts in planned(folder, "--engine", "http://a:1").values())
+    local = planned(folder, "--engine", "local", "--tp_size", "2", ranks=2)
+    assert local["layers"]["engine"] == pytest.approx(2 * 1_543_714_304, rel=1e-3)
+    assert local["layers"]["engine"] < local["rollout"]["engine"]       # where it has a cache, too
+
+
+def test_plan_needs_no_sglang_and_has_the_flags_of_train(monkeypatch):
+    monkeypatch.setattr(train, "find_spec", lambda name: None)
+    config = planner.read_flags(["--gpu_gb", "80", "--lr", "1"])
+    assert (config.engine, config.dtype, config.device, config.lr) == ("sglang", "bfloat16", "cuda", 1)
+    assert config.model == Config.model and planner.read_flags(["--gpu_gb=80", "--dtype", "float32"]).dtype == "float32"
+    names = {field.name for field in fields(planner.PlanConfig)}
+    assert names == {field.name for field in fields(Config)} | {"processes", "gpu_gb"}
+    with pytest.raises(UserError, match="must be auto"):
+        planner.read_flags(["--gpu_gb", "80", "--engine", "vllm"])
+
+
+@pytest.mark.parametrize("flags", [(), ("--gradient_checkpointing", "false"), ("--engine", "http://a:1")])
+def test_largest_budget_is_the_largest(tmp_path, flags):
+    config = planner.read_flags(["--model", str(qwen_1_5b(tmp_path)), "--gpu_gb", "80", "--processes", "2", *flags])
+    model_config = planner.find_config(config.model)
+    budget = planner.largest_budget(config, model_config)
+    assert budget >= 1024 and planner.fits(config, model_config, tokens_per_micro_batch=budget)
+    assert not planner.fits(config, model_config, tokens_per_micro_batch=budget + 1024)
+    assert planner.largest_budget(replace(config, gpu_gb=12), model_config) == 0
+
+
+def test_plan_names_what_to_change_when_a_gpu_is_too_small(tmp_path):
+    flags = ["--model", qwen_1_5b(tmp_path), "--processes", 2, "--gpu_gb", 24, "--engine", "http://elsewhere:30000",
+             "--tokens_per_micro_batch", 65536]
+    done = run("-m", "tools.plan", *flags)
+    head, *ways = done.stdout[done.stdout.index("It does not fit"):].splitlines()
+    assert done.returncode == 1 and "24 GB" in head
+    assert {"--processes", "--tokens_per_micro_batch"} <= {way.split()[0] for way in ways}
+    for way in ways:            # and what it names does help
+        config = planner.read_flags([*map(str, flags), *way.replace("'", "").split(" ", 1)])
+        assert planner.fits(config, planner.find_config(config.model)), way
+    done = run("-m", "tools.plan", *flags[:-1], 4096)
+    assert done.returncode == 0 and "It fits" in done.stdout
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--gpus", "80"], "unrecognized arguments"), (["--model", "no/such/model"], "--model no/such/model"),
+    (["--gpu_gb", "80", "--processes", "4", "--tp_size", "3", "--model", TINY], "--tp_size 3"),
+    (["--device", "cuda"], "--gpu_gb")])
+def test_what_cannot_be_planned_ends_in_one_line(flags, said):
+    done = run("-m", "tools.plan", *flags)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
 # ------------------------------------------------ in processes of their own: workers ----------------------------------
 def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -> dict:
-    """One update of this rank's share of the samples, with what must not depend on the ranks."""
-    dp, actor, record = trainer.mesh["dp"], trainer.actor, {"gradients": {}}
+    """One update, with what must not depend on the ranks."""
+    actor, record = trainer.actor, {"gradients": {}}
     names = {id(value): name for name, value in actor.model.named_parameters()}
     clip, step = torch.nn.utils.clip_grad_norm_, actor.optimizer.step
 
@@ -985,8 +1253,7 @@ def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -
         return norm
 
     torch.nn.utils.clip_grad_norm_ = watched_clip
-    mine = [sample for i in range(dp.get_local_rank() * 2, len(samples), dp.size() * 2) for sample in samples[i:i + 2]]
-    record |= trainer.actor.update([trainer.micro_batches(mine)])
+    record |= trainer.actor.update([trainer.micro_batches(samples)])
     torch.nn.utils.clip_grad_norm_, actor.optimizer.step = clip, step
     for when in ("before_push", "after_push"):
         ((ids, logprobs, *_),) = ask(engine, [([5, 6, 7], 0)])
@@ -1005,11 +1272,11 @@ def worker(job: str, models: Path, output: Path):
     world = dist.get_world_size()
     for model in sorted(models.iterdir()):
         if job == "export":
-            mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("dp", "tp"))
+            mesh = train.make_meshes("cpu", 1, 1, world)
             train.Actor(str(model), mesh, Config(), len(tokenizer)).save(output / model.name)
             continue
-        for case, (tp, budget, recompute) in enumerate(CASES[world]):
-            mesh = init_device_mesh("cpu", (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        for case, (tp, replicas, budget, recompute) in enumerate(CASES[world]):
+            mesh = train.make_meshes("cpu", replicas, world // tp // replicas, tp)
             config = Config(model=str(model), group_size=2, tokens_per_micro_batch=budget, max_new_tokens=8, lr=0.05,
                             gradient_checkpointing=recompute, warmup_steps=0)
             engine = LocalEngine(str(model), tokenizer, mesh, config)

@@ -20,6 +20,8 @@ Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens,
 """
 import asyncio
 import inspect
+import itertools
+import json
 import logging
 import math
 import numbers
@@ -32,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from heapq import heapreplace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -41,12 +44,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention.varlen import varlen_attn
 from tqdm.asyncio import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.hf_argparser import HfArg
@@ -54,9 +58,11 @@ from transformers.hf_argparser import HfArg
 import rewards
 from local_engine import LocalEngine
 from tools.gate import Gate
-from tools.inputs import JSON, UserError, check_prompts, find_folder, find_model, find_tokenizer, load_rows, parse_flags
+from tools.inputs import (JSON, UserError, check_prompts, find_folder, find_model, find_tokenizer, load_rows,
+                          lost_contact, parse_flags)
 from tools.runlog import RunLog, end
 from tools.sglang_links import Colocated, Servers, run
+from tools.speed import peak_gb, speed
 
 
 # ================================================ Part I: the algorithm ===============================================
@@ -106,10 +112,13 @@ class Config:
     max_grad_norm: float = HfArg(default=1.0, help="bound on the one norm over all ranks and parameters")
     # machine
     tp_size: int = HfArg(default=0, help="ranks that share each layer; 0: 2 on an even number of GPUs, else 1")
+    dp_replicate: int = HfArg(default=1, help="whole copies of the sharded model, such as one a machine (HSDP)")
     device: Literal[("cuda", "cpu") if GPU else ("cpu",)] = HfArg(default="cuda" if GPU else "cpu", help="of the actor")
     dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16" if GPU else "float32", help="of compute")
     tokens_per_micro_batch: int = HfArg(default=8192, help="budget of one packed forward and backward pass on a rank")
     gradient_checkpointing: bool = HfArg(default=True, help="recompute activations: slower, but far less memory")
+    offload: bool = HfArg(default=False, help="keep the actor and Adam in CPU memory while the engine samples")
+    compile: bool = HfArg(default=False, help="torch.compile each layer and the log-probs: a minute at the start")
     sglang_args: JSON = HfArg(default_factory=lambda: JSON(mem_fraction_static=0.5), help="JSON for sglang.Engine")
     bucket_mb: float = HfArg(default=512, help="weights on their way to SGLang at once, in MB; a tensor is never cut")
     engine_timeout: float = HfArg(default=1800, help="seconds that SGLang may be silent in before it counts as dead")
@@ -123,7 +132,7 @@ class Config:
 
     def __post_init__(self):
         for name in ("prompts_per_step", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
-                     "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout"):
+                     "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout", "dp_replicate"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"--{name} must be above 0, not {getattr(self, name)}")
         for name in ("clip_low", "clip_high", "warmup_steps", "eval_every", "save_every"):
@@ -289,20 +298,27 @@ class Batch:
     engine_logprobs: torch.Tensor               # [N]
     advantages: torch.Tensor                    # [N]
     weights: torch.Tensor                       # [N]
-    lengths: list[int]                          # of the sequences; they sum to T
+    bounds: torch.Tensor                        # [sequences + 1], in T: where each begins, and the last one's end
+    longest: int                                # of the sequences, in tokens
     old_logprobs: torch.Tensor | None = None    # [N]; None: the policy of this very pass
 
 
-def pack(samples: list[Sample], budget: int) -> list[list[Sample]]:
-    """Splits samples into micro-batches of at most `budget` tokens; a longer sample gets one of its own."""
-    packs, used = [], budget
-    for sample in sorted(samples, key=lambda sample: len(sample.ids)):
-        if used + len(sample.ids) > budget:
-            packs.append([])
-            used = 0
-        packs[-1].append(sample)
-        used += len(sample.ids)
-    return packs
+def pack(samples: list[Sample], budget: int, ranks: int) -> list[list[Sample]]:
+    """Splits samples into micro-batches of about equal size and at most `budget` tokens, as many for each rank.
+
+    A sample above the budget gets one of its own. The longest goes first, always to the emptiest micro-batch (Graham
+    1969, doi:10.1137/0117039). Where samples are fewer than ranks, some stay empty.
+    """
+    samples = sorted(samples, key=lambda sample: len(sample.ids), reverse=True)
+    fewest = math.ceil(sum(min(len(sample.ids), budget) for sample in samples) / budget / ranks)
+    for count in itertools.count(fewest * ranks, ranks):
+        packs, sizes = [[] for _ in range(count)], [(0, i) for i in range(count)]
+        for sample in samples:
+            size, i = sizes[0]
+            heapreplace(sizes, (size + len(sample.ids), i))
+            packs[i].append(sample)
+        if all(size <= budget or len(packs[i]) == 1 for size, i in sizes):
+            return [packs[i] for _, i in sorted(sizes, reverse=True)]   # those of a round are alike: ranks wait
 
 
 def make_batch(samples: list[Sample], weights: list[float], device: str) -> Batch:
@@ -313,14 +329,16 @@ def make_batch(samples: list[Sample], weights: list[float], device: str) -> Batc
                       for t, trained in enumerate(sample.mask) if trained]
         ids += sample.ids
         positions += range(len(sample.ids))
+    lengths = [len(sample.ids) for sample in samples]
+    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     columns = ([ids], [positions], *zip(*per_token))
-    return Batch(*(torch.tensor(column, device=device) for column in columns), [len(sample.ids) for sample in samples])
+    return Batch(*(torch.tensor(column, device=device) for column in columns), bounds, max(lengths))
 
 
 # ================================================ Part II: the machine ================================================
 # ------------------------------------------------ 7. Processes --------------------------------------------------------
-def init_distributed(config: Config) -> DeviceMesh:
-    """Joins torchrun's processes, or is alone; returns the mesh ("dp", "tp"). Raises UserError where sizes misfit."""
+def init_distributed(config: Config) -> dict[str, DeviceMesh]:
+    """Joins torchrun's processes, or is alone; returns `make_meshes`. Raises UserError where sizes misfit."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)     # a hint on speed, each time
     alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"   # gloo everywhere: it carries Python objects
@@ -329,17 +347,32 @@ def init_distributed(config: Config) -> DeviceMesh:
         for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):  # SGLang sets them, but only in the ranks that start it
             os.environ.setdefault(name, "0")
     patience = timedelta(seconds=3 * config.engine_timeout)     # ranks wait for each other longer than for SGLang
-    dist.init_process_group(backend, timeout=patience, **alone)
+    dist.init_process_group(backend, timeout=timedelta(minutes=2), **alone)     # to find each other takes seconds
+    _set_pg_timeout(patience)
     world = dist.get_world_size()
-    tp = config.tp_size or (2 if config.device == "cuda" and world % 2 == 0 else 1)
-    if tp < 1 or world % tp:
-        raise UserError(f"--tp_size {tp} does not divide the number of processes, {world}")
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    tp = config.tp_size or (2 if config.device == "cuda" and local % 2 == 0 else 1)
+    if tp < 1 or local % tp:
+        raise UserError(f"--tp_size {tp} does not divide the number of processes, {local} on a machine")
+    if world // tp % config.dp_replicate:
+        raise UserError(f"--dp_replicate {config.dp_replicate} does not divide the {world // tp} data-parallel ranks")
     if config.prompts_per_step < world // tp * config.updates_per_step:
         raise UserError(f"--prompts_per_step must be at least --updates_per_step times {world // tp} ranks")
-    mesh = init_device_mesh(config.device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-    for name in mesh.mesh_dim_names:
-        _set_pg_timeout(patience, mesh[name].get_group())       # a new group starts with 30 minutes
-    return mesh
+    meshes = make_meshes(config.device, config.dp_replicate, world // tp // config.dp_replicate, tp)
+    for mesh in meshes.values():
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(patience, group)        # a new group starts with 30 minutes
+    return meshes
+
+
+def make_meshes(device: str, replicas: int, shards: int, tp: int) -> dict[str, DeviceMesh]:
+    """All ranks as three meshes: each layer is split over "tp", the pieces are sharded over "fsdp", data over "dp".
+
+    "fsdp" and "dp" are the same ranks; with replicas, "fsdp" has two dimensions: a copy of the model each, its shards.
+    """
+    mesh = init_device_mesh(device, (replicas, shards, tp), mesh_dim_names=("replicate", "shard", "tp"))
+    both = mesh["replicate", "shard"]
+    return {"dp": both._flatten("dp"), "tp": mesh["tp"], "fsdp": both if replicas > 1 else mesh["shard"]}
 
 
 def reduce(values: list[float], mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> list[float]:
@@ -369,7 +402,7 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
         "model.layers.*.mlp.gate_proj": column,
         "model.layers.*.mlp.up_proj": column,
         "model.layers.*.mlp.down_proj": row,
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+        "lm_head": column,
     }
     if model.config.model_type == "qwen3":              # these norms see this rank's heads: [B, T, heads / tp, width]
         per_head = SequenceParallel(sequence_dim=2, use_local_output=True)
@@ -383,7 +416,7 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
                 lambda module, output, mesh: output.to_local())
 
 
-def sharded_model(path: str, mesh: DeviceMesh, config: Config):
+def sharded_model(path: str, mesh: dict[str, DeviceMesh], config: Config):
     """The model of a Hugging Face folder, sharded over the mesh, in fp32: each rank's slices, not yet filled."""
     AttentionInterface.register("packed", packed_attention)
     with init_empty_weights():                          # no memory for parameters yet; buffers are real
@@ -395,12 +428,15 @@ def sharded_model(path: str, mesh: DeviceMesh, config: Config):
         model.lm_head.weight = model.model.embed_tokens.weight
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    if config.compile:
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     for unit in [*model.model.layers, model]:
-        fully_shard(unit, mesh=mesh["dp"], mp_policy=precision)
+        fully_shard(unit, mesh=mesh["fsdp"], mp_policy=precision)
         unit.set_gradient_divide_factor(1.0)            # gradients are summed over ranks: the loss has divided already
         unit.set_force_sum_reduction_for_comms(True)    # ... in the way that gloo knows, too
-    model.logprobs = partial(model_logprobs, model)
+    model.logprobs = partial(model_logprobs, model, mesh["tp"])
     register_fsdp_forward_method(model, "logprobs")
     buffers = dict(model.named_buffers())
     model.to_empty(device=config.device)
@@ -410,50 +446,113 @@ def sharded_model(path: str, mesh: DeviceMesh, config: Config):
 
 
 # ------------------------------------------------ 9. Log-probs --------------------------------------------------------
-def packed_attention(module, query, key, value, mask, scaling=None, lengths=None, **_):
+@torch.compiler.disable
+def packed_attention(module, query, key, value, mask, scaling=None, bounds=None, longest=0, **_):
     """Causal attention inside each packed sequence, never across two: [1, heads, T, width] -> [1, T, heads, width]."""
-    attend = torch.nn.functional.scaled_dot_product_attention
+    if query.is_cuda and query.dtype != torch.float32:      # one kernel for all sequences; it knows 16 bits only
+        flat = (part[0].transpose(0, 1) for part in (query, key, value))
+        return varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0),
+                           enable_gqa=True)[None], None
+    attend, lengths = torch.nn.functional.scaled_dot_product_attention, bounds.diff().tolist()
     parts = [attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
              for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))]
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
 
-def head_logprobs(head, hidden, targets, temperature: float, vocab_size: int):
-    """States [N, H], targets [N] -> log-probs [N], entropies [N]; fp32. Ids from vocab_size on are padding."""
-    logprobs = torch.log_softmax(head(hidden)[:, :vocab_size].float() / temperature, dim=-1)
-    with torch.no_grad():
-        entropy = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, targets[:, None])[:, 0], entropy
+CHUNK = 2**26       # logits at once: 256 MB in fp32
 
 
-def model_logprobs(model, batch: Batch, temperature: float, vocab_size: int):
-    """Log-probs [N] and entropies [N]. A method of the model, so that FSDP gathers for it; it never holds [N, V]."""
-    chunk = 2**26 // vocab_size     # rows of logits that take 256 MB; the backward pass makes them again
-    states = model.model(batch.ids, position_ids=batch.positions, use_cache=False, lengths=batch.lengths)
-    hidden = states.last_hidden_state[0, batch.source]
-    parts = [checkpoint(head_logprobs, model.lm_head, *part, temperature, vocab_size, use_reentrant=False)
-             for part in zip(hidden.split(chunk), batch.targets.split(chunk))]
-    logprobs, entropies = zip(*parts)
-    return torch.cat(logprobs), torch.cat(entropies)
+def scaled_logits(states, head, start: int, temperature: float, vocab_size: int):
+    """States [n, H] and a slice of the head [V / tp, H], from id `start` on -> logits / temperature, fp32 [n, V / tp].
+
+    Ids from vocab_size on are padding: their logits are so low that their probability is 0.
+    """
+    logits = (states @ head.T).float().div_(temperature)
+    logits[:, max(0, vocab_size - start):] = -1e30      # finite: times a probability of 0 it is still 0
+    return logits
+
+
+class HeadLogprobs(torch.autograd.Function):
+    """Log-probs [N] and entropies [N] of targets [N] from states [N, H] and this rank's slice of the head [V / tp, H].
+
+    No tensor is larger than [n, V / tp], for chunks of n rows; the backward pass makes the logits z of each again. With
+    p = softmax(z) and h the entropy:  d logprob / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + h).
+    """
+
+    @staticmethod
+    def forward(ctx, states, head, targets, temperature: float, vocab_size: int, tp: DeviceMesh):
+        group, start = tp.get_group(), tp.get_local_rank() * len(head)
+        rows, columns = CHUNK // len(head), []
+        for states_, targets_ in zip(states.split(rows), targets.split(rows)):
+            logits = scaled_logits(states_, head, start, temperature, vocab_size)
+            top = logits.amax(1)
+            dist.all_reduce(top, dist.ReduceOp.MAX, group)
+            logits -= top[:, None]
+            mine, place = owned(targets_, start, len(head))
+            chosen = logits.gather(1, place)[:, 0] * mine
+            odds = logits.exp()
+            sums = torch.stack([odds.sum(1), (odds * logits).sum(1), chosen])
+            dist.all_reduce(sums, group=group)
+            norm = sums[0].log()
+            columns.append((sums[2] - norm, norm - sums[1] / sums[0], top + norm))
+        logprobs, entropies, norms = map(torch.cat, zip(*columns))
+        ctx.save_for_backward(states, head, targets, norms, entropies)
+        ctx.constants = temperature, vocab_size, start, group
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        states, head, *per_row = ctx.saved_tensors
+        temperature, vocab_size, start, group = ctx.constants
+        rows, grad_states, grad_head = CHUNK // len(head), [], torch.zeros_like(head, dtype=torch.float32)
+        columns = (states, *per_row, grad_logprobs, grad_entropies)
+        for states_, targets, norm, entropy, grad_logprob, grad_entropy in zip(*(part.split(rows) for part in columns)):
+            log_p = scaled_logits(states_, head, start, temperature, vocab_size).sub_(norm[:, None])
+            p = log_p.exp()
+            grad = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprob[:, None]).mul_(p).neg_()
+            mine, place = owned(targets, start, len(head))
+            grad.scatter_add_(1, place, (grad_logprob * mine)[:, None])
+            grad = grad.div_(temperature).to(states.dtype)
+            grad_states.append(grad @ head)
+            grad_head += grad.T @ states_       # in fp32: over many chunks bf16 would lose the small ones
+        grad_states = torch.cat(grad_states)
+        dist.all_reduce(grad_states, group=group)
+        return grad_states, grad_head.to(head.dtype), None, None, None, None
+
+
+def owned(targets, start: int, count: int):
+    """Which targets [n] are among the `count` ids from `start` on [n], and their places there [n, 1] (else any)."""
+    place = targets - start
+    return (place >= 0) & (place < count), place.clamp(0, count - 1)[:, None]
+
+
+def model_logprobs(model, tp: DeviceMesh, batch: Batch, temperature: float, vocab_size: int):
+    """Log-probs [N] and entropies [N], fp32. A method of the model, so that FSDP gathers the weights for it."""
+    states = model.model(batch.ids, position_ids=batch.positions, use_cache=False, bounds=batch.bounds,
+                         longest=batch.longest).last_hidden_state[0, batch.source]
+    head = model.lm_head.weight
+    head = head.to_local() if isinstance(head, DTensor) else head
+    return HeadLogprobs.apply(states, head, batch.targets, temperature, vocab_size, tp)
 
 
 # ------------------------------------------------ 10. Actor -----------------------------------------------------------
 class Actor:
     """The policy that learns: a sharded model and its optimiser."""
 
-    def __init__(self, path: str, mesh: DeviceMesh, config: Config, vocab_size: int):
+    def __init__(self, path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
         self.config, self.dp = config, mesh["dp"]
         self.model = sharded_model(path, mesh, config)
         dcp.load(self.weights(), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
         self.logprobs = partial(self.model.logprobs, temperature=config.temperature, vocab_size=vocab_size)
         self.parameters = list(self.model.parameters())     # now: once gathered, FSDP shows other tensors
-        self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0)
+        self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0,
+                                           fused=True)
         self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
                                        config.steps * config.updates_per_step)
 
     def update(self, updates: list[list[Batch]]) -> dict[str, float]:
         """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
-        sums, worst, norms = torch.zeros(6), 0.0, []
+        sums, worst, norms = torch.zeros(7, device=self.config.device), 0.0, []
         for batches in updates:
             for batch in tqdm(batches, desc="update", leave=False, disable=None if dist.get_rank() == 0 else True):
                 logprobs, entropy = self.logprobs(batch)
@@ -462,19 +561,29 @@ class Actor:
                                             self.config.clip_low, self.config.clip_high)
                 loss.backward()
                 real = batch.weights > 0
-                gap = (old_logprobs - batch.engine_logprobs).abs() * real
-                parts = (loss.detach(), (entropy * real).sum(), (clipped & real).sum(), gap.sum(),
-                         (gap.exp() * real).sum(), real.sum())
-                sums += torch.stack(parts).cpu()
-                worst = max(worst, gap.max().item())
+                compared = real & (old_logprobs is not batch.engine_logprobs)
+                gap = (old_logprobs - batch.engine_logprobs).abs() * compared
+                parts = (loss.detach(), (entropy * real).sum(), (clipped & real).sum(), real.sum(), gap.sum(),
+                         (gap.exp() * compared).sum(), compared.sum())
+                sums += torch.stack(parts)
+                worst = max(worst, gap.max())
             norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm, foreach=True))
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-        loss, entropy, clipped, gap, exp_gap, tokens = reduce(sums.tolist(), self.dp)
+        loss, entropy, clipped, tokens, gap, exp_gap, compared = reduce(sums.tolist(), self.dp)
+        (worst,) = reduce([float(worst)], self.dp, dist.ReduceOp.MAX)
         return dict(loss=loss / len(updates), entropy=entropy / tokens, clip_fraction=clipped / tokens,
-                    grad_norm=fmean(norm.full_tensor().item() for norm in norms), logprob_diff=gap / tokens,
-                    logprob_diff_exp=exp_gap / tokens, logprob_diff_max=reduce([worst], self.dp, dist.ReduceOp.MAX)[0])
+                    grad_norm=fmean(norm.full_tensor().item() for norm in norms), logprob_diff_max=worst,
+                    logprob_diff=gap / (compared or 1), logprob_diff_exp=exp_gap / (compared or 1))
+
+    def move(self, device: str):
+        """Takes the weights and Adam's state to a device: out of the engine's way, or back."""
+        self.model.to(device)
+        for state in self.optimizer.state.values():
+            state |= {name: value.to(device) for name, value in state.items()}
+        if device == "cpu" and GPU:
+            torch.cuda.empty_cache()
 
     def weights(self) -> dict[str, DTensor]:
         """The weights themselves, sharded and in fp32, by their names in a file; a tied head is in none."""
@@ -483,14 +592,25 @@ class Actor:
                 if not (tied and name == "lm_head.weight")}
 
     def save(self, folder: Path):
-        """Writes weights and config as a Hugging Face folder: each rank its slices, joined into files of about 4 GB."""
-        weights = {name: value.to(getattr(torch, self.config.dtype)) for name, value in self.weights().items()}
-        files = 1 + sum(value.numel() * value.element_size() for value in weights.values()) // 2**32
-        index = {name: 1 + i * files // len(weights) for i, name in enumerate(weights)}
-        dcp.save(weights, storage_writer=dcp.HuggingFaceStorageWriter(
-            str(folder), fqn_to_index_mapping=index, save_distributed=True, enable_consolidation=True))
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder / "sharded")
+        """Writes weights and config as a Hugging Face folder, in files of about 4 GB; all ranks call it, rank 0 writes.
+
+        The ranks of another machine may have another disk: so no rank writes slices for others to join.
+        """
+        weights, dtype, places, first = self.weights(), getattr(torch, self.config.dtype), {}, dist.get_rank() == 0
+        files = buckets(weights, 2**32, dtype)
+        for number, names in enumerate(files, 1):
+            whole = {}
+            for name in names:      # gathered one by one: only rank 0 keeps them, in CPU memory, until a file is full
+                tensor = weights[name].to(self.config.device, dtype).full_tensor()
+                whole |= {name: tensor.cpu()} if first else {}
+            places |= dict.fromkeys(names, f"model-{number:05}-of-{len(files):05}.safetensors")
+            if first:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file(whole, folder / places[names[0]], metadata={"format": "pt"})
+        if first:
+            (folder / "model.safetensors.index.json").write_text(json.dumps(
+                {"metadata": {"total_size": sum(value.numel() for value in weights.values()) * dtype.itemsize},
+                 "weight_map": places}, indent=1))
             self.model.config.dtype = self.config.dtype
             self.model.config.save_pretrained(folder)
 
@@ -498,8 +618,9 @@ class Actor:
 # ------------------------------------------------ 11. SGLang ----------------------------------------------------------
 class SGLangEngine:
     """Samples with SGLang and keeps its weights new; `link` is the way to it: on the trainer's GPUs, or on servers."""
+    exact = False       # its kernels are not the actor's: log-probs differ by more than the order of a sum
 
-    def __init__(self, path: str, tokenizer, mesh: DeviceMesh, config: Config):
+    def __init__(self, path: str, tokenizer, mesh: dict[str, DeviceMesh], config: Config):
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)    # else SGLang's process groups wait at torchrun's store
         self.config, self.version = config, 0
         self.share = slice(None) if mesh["tp"].get_local_rank() == 0 else slice(0)  # it asks for its whole group
@@ -586,8 +707,9 @@ class Trainer:
     def fit(self):
         """Runs all steps with evaluations between them, and leaves the model as a Hugging Face folder."""
         config = self.config
-        self.engine.sleep()
+        self.swap(to="actor")
         self.publish(start=True)
+        self.swap(to="engine")
         for step in range(config.steps + 1):            # step 0 only evaluates: the model as it came
             metrics, samples = self.step(step) if step else ({}, [])
             if self.eval_data and (step % config.eval_every == 0 or step == config.steps):
@@ -608,15 +730,26 @@ class Trainer:
             with self.timed("rollout"):
                 prompts = prompt_order(step, len(self.data), config)
                 samples = self.act(self.data, prompts, config.group_size, config.temperature)
+            with self.timed("wait"):        # for the ranks that are not through
+                samples = gather(samples, self.mesh["dp"])
             self.compare(samples)
-            self.engine.sleep()
+            self.swap(to="actor")
             with self.timed("logprobs"):
                 updates = self.batches(samples)
             with self.timed("update"):
                 metrics = self.actor.update(updates)
             metrics |= self.publish()
             self.gate.judge_rollout(metrics["logprob_diff"])
-        return metrics | self.times, gather(samples, self.mesh["dp"])
+            self.swap(to="engine")
+        return metrics | self.speed(samples), samples
+
+    def swap(self, to: str):
+        """Frees the devices for the next phase: of the engine for the actor, with --offload the other way, too."""
+        with self.timed("swap"):
+            if to == "actor":
+                self.engine.sleep()
+            if self.config.offload:
+                self.actor.move(self.config.device if to == "actor" else "cpu")
 
     def publish(self, start: bool = False) -> dict[str, float]:
         """Hands the actor's weights to the engine, and lets the gate see whether they arrived."""
@@ -624,6 +757,14 @@ class Trainer:
             self.engine.push(self.actor.weights())
         with self.timed("gate"):
             return self.gate.check(start)
+
+    def speed(self, samples: list[Sample]) -> dict[str, float]:
+        """What a step's time and memory went into, over all ranks; idle is the share spent waiting for a rollout."""
+        dp = self.mesh["dp"]
+        (wait,) = reduce([self.times["time_wait"]], dp)
+        (memory,) = reduce([peak_gb()], dp, dist.ReduceOp.MAX)
+        return self.times | {"idle": wait / dp.size() / self.times["time_step"], "peak_gb": memory} | speed(
+            self.actor.model.config, samples, self.times, dist.get_world_size())
 
     def save(self, name: str):
         """Exports the model into the run's folder. It gets its name when it is whole; only then the last one goes."""
@@ -678,17 +819,13 @@ class Trainer:
     @torch.no_grad()
     def rescore(self, samples: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For the gate: ids [N] of the tokens that an engine made, its log-probs [N], and the actor's [N]."""
-        batches = self.micro_batches([replace(sample, advantage=1.0) for sample in samples])
-        columns = [], [], []
-        for batch in batches:
-            logprobs, _ = self.actor.logprobs(batch, temperature=temperature)
-            for column, part in zip(columns, (batch.targets, batch.engine_logprobs, logprobs)):
-                column.append(part[batch.weights > 0].cpu())
+        batch = make_batch(samples, [1.0] * len(samples), self.config.device)
+        logprobs, _ = self.actor.logprobs(batch, temperature=temperature)
         self.actor.model.reshard()      # else what the root has gathered stays until a backward pass
-        return tuple(map(torch.cat, columns))
+        return batch.targets.cpu(), batch.engine_logprobs.cpu(), logprobs.cpu()
 
     def compare(self, samples: list[Sample]):
-        """Sets the advantages; groups are whole on each rank, so nobody needs to be asked."""
+        """Sets the advantages of whole groups."""
         row = ALGORITHMS[self.config.algo]
         rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
         advantages = group_advantages(rewards.view(-1, self.config.group_size), row["baseline"], row["normalize"])
@@ -696,29 +833,31 @@ class Trainer:
             sample.advantage = advantage
 
     def batches(self, samples: list[Sample]) -> list[list[Batch]]:
-        """Micro-batches of each optimiser step."""
+        """The micro-batches of this rank for each optimiser step, from the samples of all ranks."""
         config, count = self.config, self.config.updates_per_step
         groups = [samples[i:i + config.group_size] for i in range(0, len(samples), config.group_size)]
         updates = [self.micro_batches(sum(groups[i::count], [])) for i in range(count)]
-        for batch in sum(updates, []):
-            batch.old_logprobs = self.old_logprobs(batch)
+        for i, batches in enumerate(updates):
+            for batch in batches:
+                batch.old_logprobs = self.old_logprobs(batch, i)
         return updates
 
     @torch.no_grad()
-    def old_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """Where the ratio of the loss starts, [N]. A single optimiser step is on-policy: None, its own pass."""
-        return self.actor.logprobs(batch)[0] if self.config.updates_per_step > 1 else None
+    def old_logprobs(self, batch: Batch, update: int) -> torch.Tensor | None:
+        """Where the ratio of the loss starts, [N]. The first optimiser step is on-policy: None, its own pass."""
+        if update == 0:
+            return None
+        return batch.engine_logprobs if self.engine.exact else self.actor.logprobs(batch)[0]
 
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
         """Packs the samples of one optimiser step. Those without advantage, and so without gradient, only count."""
         config, dp, aggregation = self.config, self.mesh["dp"], ALGORITHMS[self.config.algo]["aggregation"]
-        (total,) = reduce([len(samples)], dp)
-        packs = pack([sample for sample in samples if sample.advantage] or samples[:1], config.tokens_per_micro_batch)
-        batches = [make_batch(part, [token_weight(aggregation, sum(sample.mask), total, config.max_new_tokens)
-                                     for sample in part], config.device) for part in packs]
-        (most,) = reduce([len(batches)], dp, dist.ReduceOp.MAX)
-        idle = replace(batches[0], weights=torch.zeros_like(batches[0].weights))    # FSDP: as many passes on each rank
-        return batches + [idle] * (int(most) - len(batches))
+        trained = [sample for sample in samples if sample.advantage] or samples[:1]
+        packs = pack(trained, config.tokens_per_micro_batch, dp.size())
+        idle = make_batch(samples[:1], [0.0], config.device)     # FSDP wants as many passes on each rank
+        return [make_batch(part, [token_weight(aggregation, sum(sample.mask), len(samples), config.max_new_tokens)
+                                  for sample in part], config.device) if part else idle
+                for part in packs[dp.get_local_rank()::dp.size()]]
 
 
 def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer_class=Trainer):
@@ -729,6 +868,11 @@ def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
         end(str(error), code=2)
+    except RuntimeError as error:
+        reason = lost_contact(error)
+        if not reason:
+            raise
+        end(reason, code=1)
     dist.destroy_process_group()
 
 

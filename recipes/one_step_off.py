@@ -30,6 +30,8 @@ class OneStepOffConfig(Config):
         super().__post_init__()
         if not self.engine.startswith("http"):
             raise UserError("--engine must name servers, http://host:port[,http://...]: they sample all the time")
+        if self.offload:
+            raise UserError("--offload has no use here: the actor learns while the servers sample")
         if self.max_staleness < 0:
             raise UserError(f"--max_staleness must be 0 or more, not {self.max_staleness}")
 
@@ -58,21 +60,24 @@ class OneStepOff(Trainer):
             self.begin(step + self.config.max_staleness)
             with self.timed("rollout"):         # what is left of it to wait for
                 samples = gather(self.ahead.popleft().result(), self.mesh["tp"])
+            with self.timed("wait"):
+                samples = gather(samples, self.mesh["dp"])
             metrics = self.staleness(samples)
             self.compare(samples)
-            updates = self.batches(samples)
+            with self.timed("logprobs"):
+                updates = self.batches(samples)
             with self.timed("update"):
                 metrics |= self.actor.update(updates)
             metrics |= self.publish()
-        return metrics | self.times, gather(samples, self.mesh["dp"])
+        return metrics | self.speed(samples), samples
 
-    def old_logprobs(self, batch: Batch) -> torch.Tensor:
+    def old_logprobs(self, batch: Batch, update: int) -> torch.Tensor:
         """The policy that the ratio starts from, [N], is the sampler: whatever mixture of weights that was."""
         return batch.engine_logprobs
 
     def staleness(self, samples: list[Sample]) -> dict[str, float]:
         """By how many pushes the trained tokens are older than the actor, over all ranks; bounded, or it raises."""
-        lags = [self.engine.version - version for sample in gather(samples, self.mesh["dp"])
+        lags = [self.engine.version - version for sample in samples
                 for version, trained in zip(sample.versions, sample.mask) if trained]
         if not 0 <= min(lags) <= max(lags) <= self.config.max_staleness:
             raise UserError(f"tokens are {min(lags)} to {max(lags)} pushes old, --max_staleness is "

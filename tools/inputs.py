@@ -46,11 +46,12 @@ def parse_flags(config_class, tiny: dict, arguments: list[str]):
 
 def find_folder(name: str) -> str:
     """The folder of this run, the same on every rank: by default named by the time. Raises UserError if in use."""
-    folder = [name or time.strftime("runs/%Y-%m-%d_%H-%M-%S")]
-    dist.broadcast_object_list(folder)      # the clock of rank 0
-    if (Path(folder[0]) / "metrics.jsonl").exists():
-        raise UserError(f"--output_dir {folder[0]} holds a run already; name another folder, or remove that one")
-    return folder[0]
+    name = name or time.strftime("runs/%Y-%m-%d_%H-%M-%S")
+    found = [name, (Path(name) / "metrics.jsonl").exists()]
+    dist.broadcast_object_list(found)       # the clock and the disk of rank 0, which alone writes there
+    if found[1]:
+        raise UserError(f"--output_dir {found[0]} holds a run already; name another folder, or remove that one")
+    return found[0]
 
 
 def find_model(name: str, tp_size: int) -> tuple[str, int]:
@@ -110,6 +111,18 @@ def check_prompts(datasets: list, encode, room: int):
             if length > room:
                 raise UserError(f"--data {dataset.source}: the prompt of row {index} has {length} tokens; the model's "
                                 f"context less --max_new_tokens leaves room for {room}")
+
+
+def lost_contact(error: RuntimeError) -> str:
+    """What a broken connection between ranks means, in one line; empty for any other error. gloo's have no type."""
+    said = brief(error)
+    if "gloo/transport" not in said:
+        return ""
+    detail = said.partition("] ")[2].split(". ")[0]
+    if "connectFullMesh" in said:
+        return f"the ranks cannot reach each other ({detail}); set GLOO_SOCKET_IFNAME to each machine's network device"
+    return f"another rank ended, or was silent for 3 times --engine_timeout ({detail}); see what it said, maybe on " \
+           "its own machine"
 
 
 def brief(error: Exception) -> str:

@@ -17,7 +17,8 @@ from tools.curve import draw
 # In a step's line, in this order; the reward's own metrics follow.
 SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", "grad_norm": ".2f",
          "clip_fraction": ".3f", "logprob_diff": ".0e", "gate_diff": ".0e", "staleness": ".2f",
-         "response_length": ".0f", "truncated": ".2f", "time_step": ".1f"}
+         "response_length": ".0f", "truncated": ".2f"}
+PHASES = ("rollout", "wait", "swap", "logprobs", "update", "push", "gate")      # of a step, as they follow
 
 
 def say(text: str):
@@ -58,6 +59,8 @@ class RunLog:
         shown = {name: format(record[name], form) for name, form in SHOWN.items() if name in record}
         shown |= {name: format(value, ".2f") for name, value in habits.items() if name not in shown}
         say(f"step {step} | " + " | ".join(f"{name} {text}" for name, text in shown.items()))
+        if samples:
+            say(f"{'':{len(str(step)) + 5}} | {speed_text(record)}")
         self.metrics.write(json.dumps(record) + "\n")
         self.metrics.flush()
         for sample in samples:
@@ -91,6 +94,14 @@ def summary(samples: list) -> dict[str, float]:
             "response_length": fmean(sum(sample.mask) for sample in samples),
             "truncated": fmean(sample.truncated for sample in samples),
             "tokens": sum(len(sample.ids) for sample in samples)}
+
+
+def speed_text(record: dict[str, float]) -> str:
+    """What a step took: seconds by phase, tokens a second, idle share, memory, MFU where it is known."""
+    phases = ", ".join(f"{name} {record[f'time_{name}']:.2f}" for name in PHASES if f"time_{name}" in record)
+    parts = [f"{record['time_step']:.2f} s: {phases}", f"{record['rollout_tokens_per_s']:.0f} tokens/s sampled, "
+             f"{record['train_tokens_per_s']:.0f} trained", f"idle {record['idle']:.0%}", f"{record['peak_gb']:.1f} GB"]
+    return " | ".join(parts + ([f"MFU {record['mfu']:.0%}"] if "mfu" in record else []))
 
 
 def averages(records) -> dict[str, float]:

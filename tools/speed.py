@@ -1,0 +1,52 @@
+"""How fast a step was: tokens a second by phase, idle share, memory, and the MFU of the update.
+
+MFU (Chowdhery et al., arXiv:2204.02311, appendix B) is the share of a GPU's peak that the model's own arithmetic takes:
+what gradient checkpointing computes twice counts once. `forward_flops` counts in the open.
+"""
+import resource
+
+import torch
+
+# Dense bf16 FLOP/s of one card, by what its name contains (the makers' data sheets); without an entry there is no MFU.
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
+         "A800": 312e12, "H800": 989e12, "H20": 148e12, "L40S": 362e12, "A10G": 70e12, "A10": 125e12, "L4": 121e12,
+         "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+def forward_flops(config, lengths: list[int], trained: int) -> float:
+    """FLOPs of one forward pass over sequences of these lengths, with the head at `trained` of their tokens.
+
+    A multiplication and an addition are two. Counted are the matrices of the layers, causal attention (each token sees
+    half of its sequence on average) and the head; norms, rotations and activations are below a hundredth.
+    """
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, kv_heads, hidden = config.num_attention_heads, config.num_key_value_heads, config.hidden_size
+    matrices = 2 * hidden * width * (heads + kv_heads) + 3 * hidden * config.intermediate_size      # q, o, k, v; MLP
+    attention = sum(4 * heads * width * length * (length + 1) / 2 for length in lengths)
+    return (config.num_hidden_layers * (2 * matrices * sum(lengths) + attention)
+            + 2 * hidden * config.vocab_size * trained)
+
+
+def peak_gb() -> float:
+    """The most memory that this process has held so far, in GB: on the GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def speed(config, samples: list, times: dict[str, float], ranks: int) -> dict[str, float]:
+    """Tokens a second of all ranks together: sampled, and trained on; and the MFU of the update on a known GPU.
+
+    Trained on is what the update runs through, prompts included; samples without advantage are not among it.
+    """
+    learned = [sample for sample in samples if sample.advantage]
+    lengths = [len(sample.ids) for sample in learned]
+    metrics = {"rollout_tokens_per_s": sum(sum(sample.mask) for sample in samples)
+               / (times["time_rollout"] + times["time_wait"]),
+               "train_tokens_per_s": sum(lengths) / (times["time_logprobs"] + times["time_update"])}
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peak = next((flops for card, flops in PEAKS.items() if card in name), None)
+    if peak:
+        flops = 3 * forward_flops(config, lengths, sum(sum(sample.mask) for sample in learned))     # backward: twice
+        metrics["mfu"] = flops / times["time_update"] / ranks / peak
+    return metrics
