@@ -1,0 +1,254 @@
+"""How long does a training step take, compared with TRL's GRPOTrainer, and where does the time go?
+
+    python -m bench.trl_step [--rounds 7] [--micro_batches 32,64,128] [--output assets/trl.json]
+
+Needs trl==1.16.0. A step is, on both sides and on one thread of a CPU: 8 completions of each of the same 32 prompts
+from the embedded model, their rewards, log-probs of the policy that made them, two optimiser steps; all in fp32. Ours
+is one process with the local engine, its push and gate included. TRL samples with transformers' `generate`; its loop
+goes on for one rollout at a time, in turn with ours, for several sizes of its micro-batches, and the fastest counts.
+A learning rate of 1e-9 leaves the policy as it is, so that every round has the same work for both.
+
+Prints wall and CPU seconds and their ratios; by phase the CPU seconds (neighbours on the machine trouble them less),
+and the positions that went through the model, padding included.
+"""
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from contextlib import contextmanager
+from functools import wraps
+from statistics import fmean, median
+
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}   # for the imports below, which read them once
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from bench import measure
+from train import TINY, Config, RLDataset, Sample, Trainer, env_step, prompt_order, reward_fn
+
+NEEDED = "trl==1.16.0"
+
+
+class Phases:
+    """CPU seconds of each phase, without those of phases inside it, and positions that models embedded meanwhile."""
+
+    def __init__(self):
+        self.stack, self.seconds, self.positions, self.since = ["rest"], Counter(), Counter(), time.process_time()
+
+    def tick(self):
+        """Books the time since the last tick."""
+        now = time.process_time()
+        self.seconds[self.stack[-1]] += now - self.since
+        self.since = now
+
+    @contextmanager
+    def phase(self, name: str):
+        """What runs inside is this phase."""
+        self.tick()
+        self.stack.append(name)
+        yield
+        self.tick()
+        self.stack.pop()
+
+    def wrap(self, thing, method: str, name: str, without_grad: str = ""):
+        """Makes every call of a method a phase, which may have another name where no gradient is asked for."""
+        inner = getattr(thing, method)
+
+        @wraps(inner)
+        def wrapped(*args, **options):
+            with self.phase(name if torch.is_grad_enabled() else without_grad or name):
+                return inner(*args, **options)
+
+        setattr(thing, method, wrapped)
+
+    def count(self, model):
+        """Books the positions that a model embeds from now on."""
+        model.get_input_embeddings().register_forward_pre_hook(
+            lambda module, args: self.positions.update({self.stack[-1]: args[0].numel()}))
+
+    @contextmanager
+    def record(self, record: dict):
+        """Books afresh, and puts what was booked into the record."""
+        self.seconds.clear()
+        self.positions.clear()
+        self.since = time.process_time()
+        yield
+        self.tick()
+        record |= dict(seconds=dict(self.seconds), positions=dict(self.positions))
+
+
+class Ours(Trainer):
+    """A Trainer that books its phases, and keeps a record of each step."""
+
+    def __init__(self, config: Config):
+        self.phases, self.records = Phases(), []
+        super().__init__(config, RLDataset, reward_fn, env_step)
+        self.phases.count(self.engine.model)
+        self.phases.count(self.actor.model)
+        self.engine.sleep()
+        self.publish(start=True)
+
+    @contextmanager
+    def timed(self, phase: str):
+        """The phases are those of the metrics."""
+        with self.phases.phase("rest" if phase == "step" else phase), super().timed(phase):
+            yield
+
+    def turn(self):
+        """One step."""
+        self.records.append({})
+        with self.phases.record(self.records[-1]):
+            _, samples = self.step(len(self.records))
+        self.records[-1] |= dict(
+            prompts=[sample.ids[:sample.mask.index(1)] for sample in samples],
+            tokens=fmean(sum(sample.mask) for sample in samples), reward=fmean(sample.reward for sample in samples))
+
+
+class Theirs(TrainerCallback):
+    """TRL's trainer. Its loop has a thread of its own, and waits there for its turn after each rollout's updates."""
+
+    def __init__(self, trl, config: Config, rounds: int, micro_batch: int):
+        self.updates, self.phases, self.records = config.updates_per_step, Phases(), []
+        self.go, self.done, self.error = threading.Semaphore(0), threading.Semaphore(0), None
+        data = RLDataset(config.data)
+        asked = [data[row] for step in range(1, rounds + 1) for _, row in prompt_order(step, len(data), config)]
+        rows = [dict(prompt=sample.messages, **sample.row) for sample in asked]
+        self.trainer = trl.GRPOTrainer(config.model, self.reward, self.arguments(trl, config, rounds, micro_batch),
+                                       train_dataset=Dataset.from_list(rows), callbacks=[self])
+        self.phases.count(self.trainer.model)
+        self.phases.wrap(self.trainer, "_generate", "rollout")
+        self.phases.wrap(self.trainer, "_calculate_rewards", "reward")
+        self.phases.wrap(self.trainer, "_generate_and_score_completions", "rest")
+        self.phases.wrap(self.trainer, "_get_per_token_logps_and_entropies", "update", without_grad="logprobs")
+        self.phases.wrap(self.trainer, "training_step", "update")
+        self.phases.wrap(self.trainer, "_clip_grad_norm", "update")
+        self.tokenize, self.trainer._tokenize_prompts = self.trainer._tokenize_prompts, self.keep_prompts
+
+    def arguments(self, trl, config: Config, rounds: int, micro_batch: int):
+        """The config in TRL's words. What it does not say is TRL's default; its others were no faster here."""
+        share = config.prompts_per_step * config.group_size // config.updates_per_step
+        return trl.GRPOConfig(
+            output_dir=f"{config.output_dir}/trl", report_to="none", disable_tqdm=True, logging_strategy="no",
+            save_strategy="no", eval_strategy="no", use_cpu=True, bf16=False, use_vllm=False,
+            gradient_checkpointing=config.gradient_checkpointing, shuffle_dataset=False, num_iterations=1, beta=0.0,
+            max_steps=rounds * config.updates_per_step, generation_batch_size=share * config.updates_per_step,
+            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=share // micro_batch,
+            num_generations=config.group_size, max_completion_length=config.max_new_tokens,
+            temperature=config.temperature, loss_type="grpo", scale_rewards="group", epsilon=config.clip_low,
+            epsilon_high=config.clip_high, max_grad_norm=config.max_grad_norm, learning_rate=config.lr,
+            lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.0)
+
+    def keep_prompts(self, prompts: list) -> tuple:
+        """TRL's ids of the prompts, for the record."""
+        self.records[-1]["prompts"], *others = self.tokenize(prompts)
+        return self.records[-1]["prompts"], *others
+
+    def reward(self, prompts, completions, completion_ids, nums, target, **_) -> list[float]:
+        """Our reward_fn in TRL's form."""
+        scores = [reward_fn(Sample(messages, dict(nums=nums, target=target), text=turns[0]["content"]))
+                  for messages, turns, nums, target in zip(prompts, completions, nums, target)]
+        self.records[-1] |= dict(tokens=fmean(map(len, completion_ids)), reward=fmean(scores))
+        return scores
+
+    def train(self):
+        """The thread."""
+        torch.set_num_threads(1)
+        try:
+            self.trainer.train()
+        except BaseException as error:
+            self.error = error
+        self.done.release()
+
+    def on_train_begin(self, args, state, control, optimizer, **_):
+        """Everything is there: now it waits for the first turn."""
+        self.phases.wrap(optimizer, "step", "update")
+        self.go.acquire()
+
+    def on_step_end(self, args, state, control, **_):
+        """After a rollout's last update it is the others' turn."""
+        if state.global_step % self.updates == 0:
+            self.done.release()
+            self.go.acquire()
+
+    def turn(self):
+        """One rollout and its updates. The thread starts here, for trainers must be made before one trains."""
+        if not self.records:
+            threading.Thread(target=self.train, daemon=True).start()
+        self.records.append({})
+        with self.phases.record(self.records[-1]):
+            self.go.release()
+            self.done.acquire()
+        if self.error:
+            raise self.error
+
+
+def load_trl():
+    """The module, or the end with one line that says what is missing."""
+    try:
+        import trl
+        trl.GRPOTrainer     # this imports it
+    except (ImportError, RuntimeError) as error:
+        sys.exit(f"bench.trl_step compares with TRL, which does not load ({error}): pip install {NEEDED}")
+    return trl
+
+
+def middle(records: list[dict], kind: str) -> dict[str, float]:
+    """The medians over records of what was booked by phase."""
+    names = dict.fromkeys(name for record in records for name in record[kind])
+    return {name: median(record[kind].get(name, 0) for record in records) for name in names}
+
+
+def compare(sides: dict, times: dict) -> dict:
+    """The numbers of each side: times, medians by phase, and what shows that the work was the same."""
+    ours = times["ours"]
+    numbers = {}
+    for name, side in sides.items():
+        asked = [record["prompts"] for record in side.records]
+        assert asked == [record["prompts"] for record in sides["ours"].records], f"{name} saw other prompts than ours"
+        records = side.records[1:]
+        numbers[name] = times[name] | dict(
+            ratio_wall=measure.ratio(times[name]["wall"], ours["wall"]),
+            ratio_cpu=measure.ratio(times[name]["cpu"], ours["cpu"]),
+            tokens=fmean(record["tokens"] for record in records), reward=fmean(record["reward"] for record in records),
+            seconds=middle(records, "seconds"), positions=middle(records, "positions"))
+    return numbers
+
+
+def report(numbers: dict, best: str):
+    """Prints both tables."""
+    measure.show([{"step of": name, "wall (s)": median(one["wall"]), "CPU (s)": median(one["cpu"]),
+                   "wall / ours": one["ratio_wall"], "CPU / ours": one["ratio_cpu"],
+                   "tokens a completion": one["tokens"], "reward": one["reward"]} for name, one in numbers.items()])
+    print(f"\nCPU by phase, ours and {best}:")
+    ours, theirs = numbers["ours"], numbers[best]
+    names = sorted(ours["seconds"].keys() | theirs["seconds"].keys(),
+                   key=lambda name: -theirs["seconds"].get(name, 0.0))
+    measure.show([{"phase": name, "ours (s)": ours["seconds"].get(name, 0.0),
+                   "TRL (s)": theirs["seconds"].get(name, 0.0), "positions, ours": ours["positions"].get(name, 0),
+                   "positions, TRL": theirs["positions"].get(name, 0)} for name in names])
+    print(f"\nTRL / ours: wall {theirs['ratio_wall']:.2f}, CPU {theirs['ratio_cpu']:.2f}")
+
+
+def main():
+    """Measures, prints, writes."""
+    options = measure.options(__doc__, "trl", micro_batches=("32,64,128", "of TRL, in samples"))
+    trl, rounds = load_trl(), options.rounds + 1     # one warms up
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(**TINY | dict(device="cpu", dtype="float32", engine="local", lr=1e-9, warmup_steps=0,
+                                      eval_every=0, wandb="off", output_dir=f"{folder}/run"))
+        sides = {"ours": Ours(config)} | {f"TRL, micro-batches of {size}": Theirs(trl, config, rounds, int(size))
+                                          for size in options.micro_batches.split(",")}
+        times = measure.in_turn({name: side.turn for name, side in sides.items()}, options.rounds)
+    numbers = compare(sides, times)
+    best = min(numbers.keys() - {"ours"}, key=lambda name: numbers[name]["ratio_cpu"])
+    report(numbers, best)
+    measure.write(options.output, trl=trl.__version__, best=best, ratio_wall=numbers[best]["ratio_wall"],
+                  ratio_cpu=numbers[best]["ratio_cpu"], steps=numbers)
+
+
+if __name__ == "__main__":
+    main()
