@@ -44,7 +44,7 @@ from bench import memory
 from local_engine import LocalEngine, sample_tokens
 from tools import plan as planner
 from tools.gate import Gate, Scores
-from tools.inputs import UserError, check_prompts, find_model, load_rows, parse_flags
+from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_contact, parse_flags
 from tools.runlog import averages, marked
 from tools.sglang_links import Patience, recent
 from tools.speed import forward_flops, speed
@@ -715,6 +715,16 @@ def test_bad_models_are_named(tmp_path, tokenizer):
                        ("weightless", "no weights"), ("window", "sliding window")):
         with pytest.raises(UserError, match=f"--model {tmp_path / name}.*{said}"):
             find_model(str(tmp_path / name), 1)
+
+
+@pytest.mark.parametrize("said, cause", [
+    ("[../gloo/transport/tcp/pair.cc:554] Connection closed by peer [10.77.0.2]:14039. This means", "rank ended"),
+    ("[/gloo/transport/tcp/unbound_buffer.cc:91] Timed out waiting 60000ms for send operation", "3 times --engine_tim"),
+    ("Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:144] no error", "GLOO_SOCKET_IFNAME"),
+    ("mat1 and mat2 shapes cannot be multiplied", "")])
+def test_lost_contact_between_ranks_is_told_from_other_errors(said, cause):
+    line = lost_contact(RuntimeError(said))
+    assert cause in line and "\n" not in line and bool(line) == bool(cause)
 
 
 def test_train_py_ends_in_one_line_and_code_2(tmp_path):

@@ -864,15 +864,13 @@ def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_
     """Runs a training; a recipe hands over what it replaces."""
     try:
         trainer_class(parse_flags(config_class, TINY, sys.argv[1:]), dataset_class, reward_fn, env_step).fit()
-    except (UserError, ConnectionError, TimeoutError) as error:
+    except (UserError, ConnectionError, TimeoutError, RuntimeError) as error:
+        message, code = (lost_contact(error), 1) if isinstance(error, RuntimeError) else (str(error), 2)
+        if not message:
+            raise
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
-        end(str(error), code=2)
-    except RuntimeError as error:
-        reason = lost_contact(error)
-        if not reason:
-            raise
-        end(reason, code=1)
+        end(message, code)
     dist.destroy_process_group()
 
 
