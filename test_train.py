@@ -1378,7 +1378,7 @@ def in_flight(url: str, output: str):
     old = [parameter.detach().clone() for parameter in actor.parameters]
     with torch.no_grad():
         for parameter in actor.parameters:
-            parameter.mul_(1.02)
+            parameter.mul_(1.05)
     engine.push(actor.weights())
     made = [(ids, *future.result()[:3]) for ids, future in zip(prompts, waiting)]
     made = [one for one in made if len(set(one[3])) == 2]
