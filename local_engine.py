@@ -5,6 +5,7 @@ own as SGLang stands in a package of its own: train.py can be read, and forked, 
 transformers; the cache, the attention to it and the loop around them are made for speed on a CPU.
 """
 import asyncio
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -185,11 +186,11 @@ class LocalEngine:
         """Nothing to release: the cache lives for a wave only."""
 
     @torch.no_grad()
-    def push(self, weights: dict):
-        """Takes over sharded weights (DTensors by name), one whole tensor after another; all ranks call it together."""
+    def push(self, weights):
+        """Takes over whole weights, which come as lists of (name, tensor); all ranks call it together."""
         self.version += 1
-        for name, value in weights.items():
-            self.model.get_parameter(name).copy_(value.to(self.model.dtype).full_tensor())     # cast, then gathered
+        for name, value in chain.from_iterable(weights):
+            self.model.get_parameter(name).copy_(value)
 
     def close(self):
         """Nothing to end: there is no other process."""

@@ -48,6 +48,7 @@ from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_c
 from tools.runlog import averages, marked
 from tools.sglang_links import Patience, recent
 from tools.speed import forward_flops, speed
+from tools.weights import buckets, whole_tensors
 from train import Config, RLDataset, Sample, Trainer
 
 HERE = Path(__file__).parent
@@ -904,12 +905,19 @@ def test_the_gate_may_warn_or_be_off(mesh, capsys):
         assert said in printed if said else not printed
 
 
-# ------------------------------------------------ ways to sglang, without it ------------------------------------------
+# ------------------------------------------------ weights on their way ------------------------------------------------
+def test_whole_tensors_are_those_of_full_tensor_to_the_bit(tmp_path):
+    for processes in (3, 4):        # uneven and empty shards; tensor parallel, and with replicas
+        done = run("test_train.py", "whole", tmp_path, tmp_path, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert done.stdout.count("the same") == {3: 1, 4: 3}[processes]
+
+
 def test_buckets_keep_the_order_and_the_limit():
     weights = {name: torch.zeros(size) for name, size in zip("abcdef", (1, 1, 2, 5, 1, 2))}
-    assert train.buckets(weights, 12, torch.float32) == [["a", "b"], ["c"], ["d"], ["e", "f"]]      # d has 20 bytes
-    assert train.buckets(weights, 12, torch.bfloat16) == [["a", "b", "c"], ["d", "e"], ["f"]]
-    assert train.buckets(weights, 1, torch.float32) == [[name] for name in "abcdef"]
+    assert buckets(weights, 12, torch.float32) == [["a", "b"], ["c"], ["d"], ["e", "f"]]      # d has 20 bytes
+    assert buckets(weights, 12, torch.bfloat16) == [["a", "b", "c"], ["d", "e"], ["f"]]
+    assert buckets(weights, 1, torch.float32) == [[name] for name in "abcdef"]
 
 
 def test_who_is_silent_too_long_is_dead_but_a_queue_is_not():
@@ -1271,8 +1279,31 @@ def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -
         batch = train.make_batch([sample], [1.0], "cpu")
         with torch.no_grad():
             record[when] = (actor.logprobs(batch)[0] - batch.engine_logprobs).abs().max().item()
-        engine.push(actor.weights())
+        engine.push(actor.whole_weights())
     return record
+
+
+def compare_whole_tensors(replicas: int, tp: int):
+    """Gathers weights of odd sizes both ways, in two dtypes."""
+    world = dist.get_world_size()
+    mesh = train.make_meshes("cpu", replicas, world // tp // replicas, tp)
+    torch.manual_seed(0)
+    nn = torch.nn
+    model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Embedding(5, 4), nn.LayerNorm(7), nn.Linear(1, 1))
+    whole = {name: value.detach().clone() for name, value in model.named_parameters()}
+    if tp > 1:
+        plan = {"0": train.ColwiseParallel(), "1": train.RowwiseParallel(), "2": train.ColwiseParallel()}
+        train.parallelize_module(model, mesh["tp"], plan)
+        for other in model[3:]:
+            train.distribute_module(other, mesh["tp"])
+    train.fully_shard(model, mesh=mesh["fsdp"])
+    weights = model.state_dict()
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, value in zip(weights, whole_tensors(list(weights.values()), "cpu", dtype)):
+            assert torch.equal(value, whole[name].to(dtype)) and value.dtype == dtype, name
+            assert torch.equal(value, weights[name].to(dtype).full_tensor()), name
+    if dist.get_rank() == 0:
+        print("the same", flush=True)
 
 
 def worker(job: str, models: Path, output: Path):
@@ -1280,6 +1311,11 @@ def worker(job: str, models: Path, output: Path):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     train.init_distributed(Config())
     world = dist.get_world_size()
+    if job == "whole":
+        for replicas, tp in {3: [(1, 1)], 4: [(1, 2), (2, 2), (2, 1)]}[world]:
+            compare_whole_tensors(replicas, tp)
+        models = output / "none"
+        models.mkdir(exist_ok=True)
     for model in sorted(models.iterdir()):
         if job == "export":
             mesh = train.make_meshes("cpu", 1, 1, world)
@@ -1379,7 +1415,7 @@ def in_flight(url: str, output: str):
     with torch.no_grad():
         for parameter in actor.parameters:
             parameter.mul_(1.05)
-    engine.push(actor.weights())
+    engine.push(actor.whole_weights())
     made = [(ids, *future.result()[:3]) for ids, future in zip(prompts, waiting)]
     made = [one for one in made if len(set(one[3])) == 2]
     record = {"before": sum(one[3].count(1) for one in made), "after": sum(one[3].count(2) for one in made)}

@@ -21,7 +21,6 @@ Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens,
 import asyncio
 import inspect
 import itertools
-import json
 import logging
 import math
 import numbers
@@ -30,7 +29,9 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -44,13 +45,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
 from tqdm.asyncio import tqdm
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.hf_argparser import HfArg
@@ -63,6 +64,7 @@ from tools.inputs import (JSON, UserError, check_prompts, find_folder, find_mode
 from tools.runlog import RunLog, end
 from tools.sglang_links import Colocated, Servers, run
 from tools.speed import peak_gb, speed
+from tools.weights import export, whole_weights
 
 
 # ================================================ Part I: the algorithm ===============================================
@@ -231,7 +233,8 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int,
     `await generate(ids, turn)` is the policy: new ids [T], their log-probs [T], the versions of the weights that made
     them [T], and whether a limit cut it off.
     """
-    sample.append(encode_prompt(tokenizer, sample), mask=0)
+    if not sample.ids:
+        sample.append(encode_prompt(tokenizer, sample), mask=0)
     for turn in range(max_turns):
         ids, logprobs, versions, sample.truncated = await generate(sample.ids, turn)
         sample.append(ids, 1, logprobs, versions)
@@ -323,16 +326,17 @@ def pack(samples: list[Sample], budget: int, ranks: int) -> list[list[Sample]]:
 
 def make_batch(samples: list[Sample], weights: list[float], device: str) -> Batch:
     """Lays samples end to end; weights[i] is the weight of each trained token of samples[i]."""
-    ids, positions, per_token = [], [], []
-    for sample, weight in zip(samples, weights):
-        per_token += [(len(ids) + t - 1, sample.ids[t], sample.logprobs[t], sample.advantage, weight)
-                      for t, trained in enumerate(sample.mask) if trained]
-        ids += sample.ids
-        positions += range(len(sample.ids))
-    lengths = [len(sample.ids) for sample in samples]
-    bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-    columns = ([ids], [positions], *zip(*per_token))
-    return Batch(*(torch.tensor(column, device=device) for column in columns), bounds, max(lengths))
+    lengths = torch.tensor([len(sample.ids) for sample in samples])
+    bounds = pad(lengths.cumsum(0), (1, 0))
+    ids, logprobs, mask = (torch.tensor(list(itertools.chain.from_iterable(lists))) for lists in zip(
+        *((sample.ids, sample.logprobs, sample.mask) for sample in samples)))
+    trained = mask.nonzero()[:, 0]
+    owner = torch.arange(len(samples)).repeat_interleave(lengths)
+    advantages = torch.tensor([sample.advantage for sample in samples])
+    positions = torch.arange(len(ids)) - bounds[owner]
+    tensors = (ids[None], positions[None], trained - 1, ids[trained], logprobs[trained], advantages[owner[trained]],
+               torch.tensor(weights)[owner[trained]], bounds.int())
+    return Batch(*(tensor.to(device) for tensor in tensors), lengths.max().item())
 
 
 # ================================================ Part II: the machine ================================================
@@ -384,6 +388,8 @@ def reduce(values: list[float], mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> list[
 
 def gather(items: list, mesh: DeviceMesh) -> list:
     """The items of all ranks of a mesh in one list, the same on each of them."""
+    if mesh.size() == 1:
+        return items
     parts = [None] * mesh.size()
     dist.all_gather_object(parts, items, mesh.get_group())
     return sum(parts, [])
@@ -453,8 +459,8 @@ def packed_attention(module, query, key, value, mask, scaling=None, bounds=None,
         flat = (part[0].transpose(0, 1) for part in (query, key, value))
         return varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0),
                            enable_gqa=True)[None], None
-    attend, lengths = torch.nn.functional.scaled_dot_product_attention, bounds.diff().tolist()
-    parts = [attend(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+    lengths = bounds.diff().tolist()
+    parts = [scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
              for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))]
     return torch.cat(parts, dim=2).transpose(1, 2), None
 
@@ -541,6 +547,7 @@ class Actor:
 
     def __init__(self, path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
         self.config, self.dp = config, mesh["dp"]
+        self.on_the_way = dict(limit=config.bucket_mb * 2**20, device=config.device, dtype=getattr(torch, config.dtype))
         self.model = sharded_model(path, mesh, config)
         dcp.load(self.weights(), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
         self.logprobs = partial(self.model.logprobs, temperature=config.temperature, vocab_size=vocab_size)
@@ -591,28 +598,13 @@ class Actor:
         return {name: value for name, value in self.model.state_dict().items()
                 if not (tied and name == "lm_head.weight")}
 
-    def save(self, folder: Path):
-        """Writes weights and config as a Hugging Face folder, in files of about 4 GB; all ranks call it, rank 0 writes.
+    def whole_weights(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Names and whole tensors in the run's dtype, bucket by bucket; all ranks take them together."""
+        return whole_weights(self.weights(), **self.on_the_way)
 
-        The ranks of another machine may have another disk: so no rank writes slices for others to join.
-        """
-        weights, dtype, places, first = self.weights(), getattr(torch, self.config.dtype), {}, dist.get_rank() == 0
-        files = buckets(weights, 2**32, dtype)
-        for number, names in enumerate(files, 1):
-            whole = {}
-            for name in names:      # gathered one by one: only rank 0 keeps them, in CPU memory, until a file is full
-                tensor = weights[name].to(self.config.device, dtype).full_tensor()
-                whole |= {name: tensor.cpu()} if first else {}
-            places |= dict.fromkeys(names, f"model-{number:05}-of-{len(files):05}.safetensors")
-            if first:
-                folder.mkdir(parents=True, exist_ok=True)
-                save_file(whole, folder / places[names[0]], metadata={"format": "pt"})
-        if first:
-            (folder / "model.safetensors.index.json").write_text(json.dumps(
-                {"metadata": {"total_size": sum(value.numel() for value in weights.values()) * dtype.itemsize},
-                 "weight_map": places}, indent=1))
-            self.model.config.dtype = self.config.dtype
-            self.model.config.save_pretrained(folder)
+    def save(self, folder: Path):
+        """Writes weights and config as a Hugging Face folder; all ranks call it, rank 0 writes."""
+        export(self.weights(), folder, self.model.config, **self.on_the_way)
 
 
 # ------------------------------------------------ 11. SGLang ----------------------------------------------------------
@@ -650,31 +642,17 @@ class SGLangEngine:
         """Leaves the GPUs to the update. A colocated SGLang forgets its weights and its cache: a push must follow."""
         self.link.sleep()
 
-    def push(self, weights: dict[str, DTensor]):
-        """Wakes SGLang up with new weights, gathered from their shards bucket by bucket; all ranks call it together."""
+    def push(self, weights: Iterable[list[tuple[str, torch.Tensor]]]):
+        """Wakes SGLang up with new weights, whole ones bucket by bucket; all ranks call it together."""
         self.version += 1
-        dtype = getattr(torch, self.config.dtype)
         self.link.begin()
-        for names in buckets(weights, self.config.bucket_mb * 2**20, dtype):
-            self.link.send([(name, weights[name].to(dtype).full_tensor()) for name in names], self.version)
+        for bucket in weights:
+            self.link.send(bucket, self.version)
         self.link.end()
 
     def close(self):
         """Ends SGLang's processes, or leaves the servers alone."""
         self.link.close()
-
-
-def buckets(weights: dict[str, DTensor], limit: float, dtype: torch.dtype) -> list[list[str]]:
-    """Names, in order, in lists whose whole tensors take at most `limit` bytes; a larger one has a list of its own."""
-    lists, used = [], limit
-    for name, value in weights.items():
-        size = value.numel() * dtype.itemsize
-        if used + size > limit:
-            lists.append([])
-            used = 0
-        lists[-1].append(name)
-        used += size
-    return lists
 
 
 # ================================================ Part III: the loop ==================================================
@@ -754,7 +732,7 @@ class Trainer:
     def publish(self, start: bool = False) -> dict[str, float]:
         """Hands the actor's weights to the engine, and lets the gate see whether they arrived."""
         with self.timed("push"):
-            self.engine.push(self.actor.weights())
+            self.engine.push(self.actor.whole_weights())
         with self.timed("gate"):
             return self.gate.check(start)
 
@@ -789,9 +767,13 @@ class Trainer:
         return self.play(self.episodes(dataset, prompts, size, temperature))
 
     def episodes(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list:
-        """The episodes that this rank plays, not yet begun."""
-        mine = prompts[self.mesh["dp"].get_local_rank()::self.mesh["dp"].size()][self.engine.share]
-        return [self.episode(dataset[row], (place, i), temperature) for place, row in mine for i in range(size)]
+        """The episodes that this rank plays, not yet begun; a group's start from copies of one prompt."""
+        mine, episodes = prompts[self.mesh["dp"].get_local_rank()::self.mesh["dp"].size()][self.engine.share], []
+        for place, row in mine:
+            prompt = dataset[row]
+            prompt.append(encode_prompt(self.tokenizer, prompt), mask=0)
+            episodes += [self.episode(deepcopy(prompt), (place, i), temperature) for i in range(size)]
+        return episodes
 
     def play(self, episodes: list) -> list[Sample]:
         """Runs episodes, all at once, on this rank's share of an engine. Returns those of its tensor-parallel group."""

@@ -93,10 +93,9 @@ def measure_push(config: train.Config, mesh, rounds: int) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     engine = LocalEngine(config.model, tokenizer, mesh, config)
     actor = train.Actor(config.model, mesh, config, engine.vocab_size)
-    weights = actor.weights()
-    source = [engine.model.get_parameter(name).detach() for name in weights]
+    source = [engine.model.get_parameter(name).detach() for name in actor.weights()]
     copies = [torch.empty_like(value) for value in source]
-    times = in_turn({"push": lambda: engine.push(weights),
+    times = in_turn({"push": lambda: engine.push(actor.whole_weights()),
                      "copy": lambda: [copy.copy_(value) for copy, value in zip(copies, source)]}, rounds)
     size = sum(value.nbytes for value in source) / 1e9
     push, copy = (statistics.median(times[name]["wall"]) for name in ("push", "copy"))

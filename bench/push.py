@@ -49,13 +49,12 @@ def measure(config: Config, mesh, pairs: int) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     engine = SGLangEngine(config.model, tokenizer, mesh, config)
     actor = Actor(config.model, mesh, config, engine.vocab_size)
-    weights = actor.weights()
-    whole = [value.full_tensor().to(getattr(torch, config.dtype)) for value in weights.values()]
+    whole = [value for bucket in actor.whole_weights() for _, value in bucket]
     copies = [torch.empty_like(value) for value in whole]
     sleeps, pushes, plain = [], [], []
     for _ in range(pairs + 1):
         sleeps.append(seconds(engine.sleep))
-        pushes.append(seconds(lambda: engine.push(weights)))
+        pushes.append(seconds(lambda: engine.push(actor.whole_weights())))
         plain.append(seconds(lambda: [copy.copy_(value) for copy, value in zip(copies, whole)]))
     engine.close()
     sleep, push, copy = (statistics.median(times[1:]) for times in (sleeps, pushes, plain))

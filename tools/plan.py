@@ -154,8 +154,9 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
     again = saved if config.gradient_checkpointing else 0                       # a layer at a time, computed once more
     last = tokens * (n.hidden * (4 + 2 * s) + 2 * s * n.width)                  # the last norm; cosines and sines
     moment = tokens * max(20 * n.hidden, s * (2 * n.mlp + 3 * n.hidden))        # gradients inside a norm, or an MLP
-    largest = max(config.bucket_mb * 2**20, s * n.head * n.tp)                  # bucket: a tensor is never cut
-    pushed = 8 * n.head * n.tp if config.engine == "local" else 3 * largest     # gathered, its pieces, and flattened
+    bucket = max(min(config.bucket_mb * 2**20, s * n.whole * n.tp), s * n.head * n.tp)      # a tensor is never cut
+    gathered = 2 if n.shards * n.tp > 1 else s < 4              # in pieces and whole; alone, only a cast makes a copy
+    pushed = bucket * (gathered + (config.engine != "local"))   # SGLang's is flattened once more
     phases = {
         "rollout": ({} if config.offload and n.cuda else held) | {"engine": samples},
         # Then the gate: the actor is still there, its root gathered in pieces and whole, and the engine is awake.
