@@ -18,9 +18,10 @@ import sys
 import threading
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,9 +43,15 @@ import rewards
 import train
 from bench import memory
 from local_engine import LocalEngine, sample_tokens
+from recipes.critic import Critic, critic_metrics, gae
+from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
+from tools import kernels
 from tools import plan as planner
+from tools.diagnose import Diagnosis
 from tools.gate import Gate, Scores
 from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_contact, parse_flags
+from tools.packing import by_sample
+from tools.ranks import make_meshes
 from tools.runlog import averages, marked
 from tools.sglang_links import Patience, recent
 from tools.speed import forward_flops, speed
@@ -99,7 +106,8 @@ def some_samples(groups: int = 6, size: int = 2) -> list[Sample]:
         if length > 8:
             mask[prompt + 3:prompt + 5] = [0, 0]        # what an env_step answered
         advantage = torch.randn((), generator=generator).item()
-        samples.append(Sample([], {}, ids, mask, [-1.0 * bit for bit in mask], advantage=advantage))
+        samples.append(Sample([], {}, ids, mask, [-1.0 * bit for bit in mask],
+                              advantages=[advantage * bit for bit in mask], rewards=[0.0]))
     return samples
 
 
@@ -197,45 +205,330 @@ def test_math(text, gold, reward):
 
 
 # ------------------------------------------------ the algorithm -------------------------------------------------------
-def test_group_advantages():
-    r = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 3.0]])
-    # The means are 1/2 and 3/4. Sums of squared deviations: 4 (1/2)^2 = 1, and 3 (3/4)^2 + (9/4)^2 = 27/4; over G - 1,
-    # which is 3, the standard deviations are sqrt(1/3) and 3/2.
-    centred = torch.tensor([[0.5, -0.5, -0.5, 0.5], [-0.75, -0.75, -0.75, 2.25]])
-    std = torch.tensor([[math.sqrt(1 / 3)], [1.5]])
-    torch.testing.assert_close(train.group_advantages(r, "mean", "std"), centred / std, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(train.group_advantages(r, "mean", "none"), centred)
-    # Leave one out: the first reward of row 2 is compared to (0 + 0 + 3) / 3 = 1, the last to 0.
-    left_out = train.group_advantages(r, "leave_one_out", "none")
-    torch.testing.assert_close(left_out[1], torch.tensor([-1.0, -1.0, -1.0, 3.0]))
-    torch.testing.assert_close(train.group_advantages(r + 7, "mean", "std"), train.group_advantages(r, "mean", "std"))
-    assert not train.group_advantages(torch.ones(2, 4), "mean", "std").any()
+def episode(tokens: int, rewards: list[float], steps: list[int] | None = None, **others) -> Sample:
+    """A sample with a prompt of one token and so many trained ones."""
+    steps = [0, *steps] if steps else [0] * (tokens + 1)
+    return Sample([], {}, [7] * (tokens + 1), [0] + [1] * tokens, [0.0] + [-1.0] * tokens, [], steps, rewards=rewards,
+                  **others)
 
 
-def test_policy_loss_by_hand():
-    # Ratios 1.5, 1.5, 0.5, 0.5 with advantages 1, -1, 1, -1 and clips 0.2 and 0.3: the surrogates are
-    # min(1.5, 1.3) = 1.3 (clipped), min(-1.5, -1.3) = -1.5, min(0.5, 0.8) = 0.5, min(-0.5, -0.8) = -0.8 (clipped).
-    ratios, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
-    weights = torch.tensor([0.1, 0.2, 0.3, 0.4])
-    logprobs = ratios.log().requires_grad_()
-    loss, clipped = train.policy_loss(logprobs, torch.zeros(4), advantages, weights, 0.2, 0.3)
-    assert loss.item() == pytest.approx(-(0.1 * 1.3 + 0.2 * -1.5 + 0.3 * 0.5 + 0.4 * -0.8))
-    assert clipped.tolist() == [True, False, False, True]
-    loss.backward()     # d ratio / d logprob = ratio, where it is not clipped: -w A ratio
-    torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 0.3, -0.15, 0.0]))
+def compared(samples: list[Sample], **flags) -> list[list[float]]:
+    """The advantages of the trained tokens of each sample."""
+    config = Config(**dict(group_size=len(samples)) | flags)
+    Trainer.compare(SimpleNamespace(config=config), samples)
+    return [list(itertools.compress(sample.advantages, sample.mask)) for sample in samples]
 
 
-def test_policy_loss_on_policy_is_reinforce():
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, clipped = train.policy_loss(logprobs, logprobs.detach(), torch.tensor([2.0, -3.0]), torch.ones(2), 0.2, 0.2)
+def test_returns_to_go_by_hand():
+    # Steps of 2, 1 and 2 tokens with rewards 1, 0 and 2 and gamma 1/2. From behind: the last step has 2, the one before
+    # 0 + 2/2 = 1, the first 1 + 1/2.
+    steps, none = [0, 0, 1, 2, 2], [0.0] * 5
+    assert train.returns_to_go([1, 0, 2], steps, none, 0.5) == [1.5, 1.5, 1, 2, 2]
+    assert train.returns_to_go([1, 0, 2], steps, none, 1.0) == [3, 3, 2, 2, 2]
+    # A penalty of 1/8 on each token: 2 - 1/8, 2 - 2/8; 0 + (14/8) / 2 - 1/8 = 6/8; 1 + (6/8) / 2 - 1/8 = 10/8, and 9/8.
+    assert train.returns_to_go([1, 0, 2], steps, [1 / 8] * 5, 0.5) == [9 / 8, 10 / 8, 6 / 8, 14 / 8, 15 / 8]
+
+
+# One group: completion a has two tokens and reward 1, b one token and reward 0. Of rewards 1 and 0 the mean is 1/2 and
+# the standard deviation sqrt(1/4 + 1/4) = sqrt(1/2), so A = +-sqrt(1/2). Over the three tokens the returns are 1, 1, 0
+# with mean 2/3 and variance (1/9 + 1/9 + 4/9) / 2 = 1/3, so A = sqrt(1/3) twice and -2 sqrt(1/3).
+# The ratios are 1.5, 0.6 | 1.25, the old log-probs -1. Clipped to 0.8 .. 1.28 the surrogates are, with the sign of A,
+# min(1.5, 1.28) = 1.28 (cut), min(0.6, 0.8) = 0.6 | min(-1.25, -1.25) = -1.25: together 0.63 where all A are alike.
+# A token weighs 1/4, 1/4 | 1/2 by sequence, 1/3 by token, 1/(2 * 4) with max_new_tokens = 4.
+RATIOS, HALF, THIRD = (1.5, 0.6, 1.25), math.sqrt(1 / 2), math.sqrt(1 / 3)
+LOGPS = [-1 + math.log(ratio) for ratio in RATIOS]
+S = math.sqrt(1.5 * 0.6)        # the ratio of sequence a: the geometric mean of its tokens'; the one of b is 1.25
+BY_HAND = {                     # row: advantages, loss, gradient of the log-probs: -weight A ratio, where not cut
+    "grpo": ([HALF, HALF, -HALF], -HALF * (1.28 / 4 + 0.6 / 4 - 1.25 / 2), [0, -HALF * 0.6 / 4, HALF * 1.25 / 2]),
+    "dr_grpo": ([0.5, 0.5, -0.5], -0.5 / 8 * 0.63, [0, -0.5 * 0.6 / 8, 0.5 * 1.25 / 8]),
+    "dapo": ([HALF, HALF, -HALF], -HALF / 3 * 0.63, [0, -HALF * 0.6 / 3, HALF * 1.25 / 3]),
+    # GSPO: 0.949 is under 1.0004, so a is free; so is b, as min(-1.25, -1.0004) = -1.25. Each of a's tokens moves the
+    # ratio of both: d/dlogp = -(1/4 + 1/4) A S / 2.
+    "gspo": ([HALF, HALF, -HALF], -HALF * (S / 2 - 1.25 / 2), [-HALF * S / 4, -HALF * S / 4, HALF * 1.25 / 2]),
+    # CISPO: no ratio is over 5; the loss is -1/3 sum of ratio A logp.
+    "cispo": ([HALF, HALF, -HALF], -HALF / 3 * (1.5 * LOGPS[0] + 0.6 * LOGPS[1] - 1.25 * LOGPS[2]),
+              [-HALF * 1.5 / 3, -HALF * 0.6 / 3, HALF * 1.25 / 3]),
+    "rloo": ([1, 1, -1], -1 / 8 * 0.63, [0, -0.6 / 8, 1.25 / 8]),      # 1 - 0 and 0 - 1
+    "reinforce_pp": ([THIRD, THIRD, -2 * THIRD], -THIRD / 3 * (1.28 + 0.6 - 2 * 1.25),
+                     [0, -THIRD * 0.6 / 3, 2 * THIRD * 1.25 / 3]),
+    "rebn": ([HALF, HALF, -HALF], -HALF / 8 * 0.63, [0, -HALF * 0.6 / 8, HALF * 1.25 / 8]),     # two turns: 1 and 0
+    "reinforce": ([1, 1, 0], -1 / 8 * (LOGPS[0] + LOGPS[1]), [-1 / 8, -1 / 8, 0]),
+}
+
+
+@pytest.mark.parametrize("algo", train.ALGORITHMS)
+def test_every_row_by_hand(algo):
+    advantages, expected, gradient = BY_HAND[algo]
+    config = Config(algo=algo, group_size=2, max_new_tokens=4)
+    samples = [episode(2, [1.0]), episode(1, [0.0])]
+    found = sum(compared(samples, algo=algo, max_new_tokens=4), [])
+    assert found == pytest.approx(advantages, abs=1e-5)
+    loss, logprobs, cut = loss_of(samples, config, torch.tensor(LOGPS))
+    assert loss.item() == pytest.approx(expected, abs=1e-5)
+    assert logprobs.grad.tolist() == pytest.approx(gradient, abs=1e-5)
+    assert cut.tolist() == [gradient[0] == 0, False, False]
+
+
+def loss_of(samples: list[Sample], config: Config, logprobs: torch.Tensor, old=-1.0, entropy=0.0, ref=0.0, engine=-1.0):
+    """policy_loss with its gradient: what is not given is the same for all tokens."""
+    batch = train.make_batch(samples, "cpu")
+    same = partial(torch.full_like, logprobs)
+    batch.old_logprobs = None if old is None else same(old)
+    batch.engine_logprobs, batch.ref_logprobs = same(engine), same(ref)
+    batch.weights = train.token_weights(batch, config.aggregation, samples, config.max_new_tokens)
+    logprobs = logprobs.clone().requires_grad_()
+    entropy = (same(entropy) * logprobs / logprobs.detach())        # so that its gradient is entropy / logprob
+    loss, cut = train.policy_loss(logprobs, entropy, batch, config)
     loss.backward()
-    assert logprobs.grad.tolist() == [-2.0, 3.0] and not clipped.any()      # the gradient of -A logprob
+    return loss.detach(), logprobs, cut
 
 
-def test_token_weight():
-    # 4 samples, of which this one has 5 tokens, with at most 10: each token weighs 1/20, or 1/40 of the whole.
-    assert train.token_weight("sequence", 5, 4, 10) == pytest.approx(1 / 20)
-    assert train.token_weight("constant", 5, 4, 10) == pytest.approx(1 / 40)
+def single(advantage: float, ratio: float, **flags):
+    """Loss and gradient of a single token that weighs 1, with log-prob -1 + log ratio and old log-prob -1."""
+    options = {name: flags.pop(name) for name in ("old", "entropy", "ref", "engine") if name in flags}
+    sample = episode(1, [1.0], advantages=[0.0, advantage])
+    loss, logprobs, cut = loss_of([sample], Config(**flags), torch.tensor([-1 + math.log(ratio)]), **options)
+    return loss.item(), logprobs.grad.item(), cut.item()
+
+
+@pytest.mark.parametrize("advantage, ratio, flags, expected", [     # loss, gradient, whether it is cut
+    (1, 1.5, dict(clip_high=0.3), (-1.3, 0, True)), (1, 1.5, dict(clip_high=0.6), (-1.5, -1.5, False)),
+    (-1, 0.5, dict(clip_low=0.2), (0.8, 0, True)), (-1, 0.5, dict(clip_low=0.6), (0.5, 0.5, False)),
+    (-1, 5.0, {}, (5, 5, False)),                               # min(-5, -1.28) = -5 has no bound,
+    (-1, 5.0, dict(dual_clip=3.0), (3, 0, True)),               # with dual clip max(-5, 3 * -1)
+    (1, 0.5, dict(dual_clip=3.0), (-0.5, -0.5, False)),         # which leaves A > 0 alone
+    (2, 6.0, dict(algo="cispo"), (-5 * 2 * (-1 + math.log(6)), -10, False)),    # the weight is cut at 5, no gradient is
+    # The engine had the token at -1 - log 3, three times less likely than the old policy, or less than the cap.
+    (1, 1.0, dict(tis_cap=2.0, engine=-1 - math.log(3)), (-2, -2, False)),
+    (1, 1.0, dict(tis_cap=5.0, engine=-1 - math.log(3)), (-3, -3, False)),
+    (1, 1.0, dict(tis_cap=2.0, engine=-1 - math.log(0.5)), (-0.5, -0.5, False)),
+    # The reference had it at -1 - log 2: the gap g is log 2. k1 = g, k2 = g^2 / 2, k3 = exp(-g) - 1 + g; gradients 1,
+    # g, 1 - exp(-g) = 1/2. The surrogate adds -1 and -1.
+    (1, 1.0, dict(kl_coef=0.1, kl_estimator="k1", ref=-1 - math.log(2)), (-1 + 0.1 * math.log(2), -0.9, False)),
+    (1, 1.0, dict(kl_coef=0.1, kl_estimator="k2", ref=-1 - math.log(2)),
+     (-1 + 0.05 * math.log(2) ** 2, -1 + 0.1 * math.log(2), False)),
+    (1, 1.0, dict(kl_coef=0.1, ref=-1 - math.log(2)), (-1 + 0.1 * (math.log(2) - 0.5), -0.95, False)),
+    (1, 1.0, dict(kl_coef=0.1, kl_in="reward", ref=-3.0), (-1, -1, False)),     # not here, but in the advantage
+    (1, 1.0, dict(entropy_coef=0.01, entropy=2.0), (-1.02, -1 - 0.01 * 2 / -1, False)),
+    (1, 1.0, dict(old=None), (-1, -1, False)),                  # on-policy
+])
+def test_every_knob_of_the_loss_by_hand(advantage, ratio, flags, expected):
+    loss, gradient, cut = single(advantage, ratio, **flags)
+    assert (loss, gradient) == pytest.approx(expected[:2], abs=1e-6) and cut == expected[2]
+
+
+def test_the_level_of_the_ratio_by_hand():
+    # Two steps of 2 and 1 tokens with ratios 1.5, 0.6 | 1.25: a step's is the product 0.9 | 1.25, the sequence's the
+    # cube root of 1.125. With weights by step (1/2 a step) and A = 1 the loss is -(0.9 / 2 + 1.25 / 2), and a token of
+    # the first step gets -0.9 / 2; with weights by sequence and its ratio q the loss is -q, and each token gets -q / 3.
+    sample = episode(3, [0.0, 1.0], steps=[0, 0, 1], advantages=[0.0, 1.0, 1.0, 1.0])
+    wide = dict(clip_low=0.9, clip_high=9.0, group_size=2)
+    loss, logprobs, _ = loss_of([sample], Config(ratio="step", aggregation="step", **wide), torch.tensor(LOGPS))
+    assert loss.item() == pytest.approx(-(0.9 + 1.25) / 2)
+    assert logprobs.grad.tolist() == pytest.approx([-0.45, -0.45, -0.625])
+    loss, logprobs, _ = loss_of([sample], Config(ratio="sequence", **wide), torch.tensor(LOGPS))
+    q = 1.125 ** (1 / 3)
+    assert loss.item() == pytest.approx(-q) and logprobs.grad.tolist() == pytest.approx([-q / 3] * 3)
+
+
+def test_token_weights_by_hand():
+    # Samples of 3 tokens (two steps: 2 and 1) and 1 token: 2 sequences, 3 steps, 4 tokens; at most 5 new tokens.
+    samples = [episode(3, [0.0, 0.0], steps=[0, 0, 1]), episode(1, [0.0])]
+    batch = train.make_batch(samples, "cpu")
+    for aggregation, weights in (("sequence", [1 / 6] * 3 + [1 / 2]), ("step", [1 / 6, 1 / 6, 1 / 3, 1 / 3]),
+                                 ("token", [1 / 4] * 4), ("constant", [1 / 10] * 4)):
+        assert train.token_weights(batch, aggregation, samples, 5).tolist() == pytest.approx(weights), aggregation
+    alone = train.make_batch(samples[1:], "cpu")        # in another micro-batch it weighs the same
+    assert train.token_weights(alone, "step", samples, 5).tolist() == pytest.approx([1 / 3])
+
+
+def test_advantages_by_hand():
+    # Two groups of two: rewards 1, 0 and 3, 3. A group whose rewards are alike teaches nothing, and says so exactly:
+    # the mean of 0.1, 0.1, 0.1 is not 0.1 in floating point.
+    samples = [episode(1, [reward]) for reward in (1.0, 0.0, 3.0, 3.0)]
+    assert compared(samples, algo="dr_grpo", group_size=2) == [[0.5], [-0.5], [0.0], [0.0]]
+    assert compared([episode(1, [0.1]) for _ in range(3)]) == [[0.0]] * 3
+    assert compared(samples, algo="rloo", group_size=4) == [[1 - 2], [0 - 7 / 3], [3 - 4 / 3], [3 - 4 / 3]]
+    # rebn with gamma 1/2: the turns of the first return 1 + 1/2 and 1, that of the second 0; their mean is 2.5 / 3, the
+    # deviations 2/3, 1/6, -5/6, the variance (4/9 + 1/36 + 25/36) / 2 = 7/12. Each token has its turn's.
+    turns = [episode(3, [1.0, 1.0], steps=[0, 0, 1]), episode(1, [0.0])]
+    scale = math.sqrt(12 / 7)
+    found = compared(turns, algo="rebn", gamma=0.5)
+    assert sum(found, []) == pytest.approx([x * scale for x in (2 / 3, 2 / 3, 1 / 6, -5 / 6)], abs=1e-5)
+    # With a baseline a completion is one action: 1 + 1/2 against 0.
+    assert compared(turns, algo="dr_grpo", gamma=0.5) == [[0.75] * 3, [-0.75]]
+
+
+def test_the_divergence_in_the_reward_by_hand():
+    # The engine had each token at -1, the reference at -1.5: k1 is 1/2 a token, of which 1/10 counts. From behind the
+    # returns are 1 - 0.05 and 1 - 0.1. A group sees the whole: 1 - 0.1 against 0 - 0.05.
+    def samples():
+        return [episode(2, [1.0], ref_logprobs=[0.0, -1.5, -1.5]), episode(1, [0.0], ref_logprobs=[0.0, -1.5])]
+
+    flags = dict(kl_coef=0.1, kl_in="reward", kl_estimator="k1")
+    assert sum(compared(samples(), algo="reinforce", **flags), []) == pytest.approx([0.9, 0.95, -0.05])
+    assert sum(compared(samples(), algo="dr_grpo", **flags), []) == pytest.approx([0.475, 0.475, -0.475])
+
+
+@pytest.mark.parametrize("algo", train.ALGORITHMS)
+def test_a_constant_on_all_rewards_changes_no_advantage(algo):
+    rewards = [0.0, 1.0, 0.25, 0.0, 1.0, 1.0, 0.5, 0.75]
+    found = [compared([episode(1 + i % 3, [reward + more]) for i, reward in enumerate(rewards)], algo=algo,
+                      group_size=4) for more in (0.0, 7.0)]
+    if algo == "reinforce":         # the one without anything to compare with
+        assert found[0] != found[1]
+    else:
+        assert sum(found[0], []) == pytest.approx(sum(found[1], []), abs=1e-9)
+
+
+@pytest.mark.parametrize("algo", train.ALGORITHMS)
+def test_on_policy_every_gradient_is_that_of_reinforce(algo):
+    samples = [episode(1 + i % 3, [float(i % 2)]) for i in range(4)]
+    flat = torch.tensor(sum(compared(samples, algo=algo), []))
+    config = Config(algo=algo, group_size=4)
+    logprobs = torch.randn(len(flat), generator=torch.Generator().manual_seed(0)) - 2
+    _, scored, cut = loss_of(samples, config, logprobs, old=None)
+    batch = train.make_batch(samples, "cpu")
+    weights = train.token_weights(batch, config.aggregation, samples, config.max_new_tokens)
+    by_unit = -weights * flat               # a sequence's tokens share what they get together, which is the same here
+    torch.testing.assert_close(scored.grad, by_unit, rtol=1e-5, atol=1e-7)
+    assert not cut.any()
+
+
+@pytest.mark.parametrize("flags, said", [
+    (dict(group_size=1), "--group_size"), (dict(group_size=1, algo="rloo"), "--group_size"),
+    (dict(algo="reinforce", clip_high=0.3), "--clip_high 0.3 would do nothing"),
+    (dict(algo="reinforce", ratio="sequence"), "--ratio sequence would do nothing"),
+    (dict(algo="cispo", dual_clip=3.0), "--dual_clip 3.0 would do nothing"),
+    (dict(dual_clip=0.5), "--dual_clip must be"),
+    (dict(kl_estimator="k1"), "--kl_coef is 0"), (dict(kl_in="reward"), "--kl_coef is 0"),
+    (dict(algo="rebn", dynamic_sampling=2), "--dynamic_sampling 2 would do nothing"),
+    (dict(algo="dapo", max_turns=3), "--overlong_buffer must be 0"),
+    (dict(overlong_buffer=2.0), "--overlong_buffer is"),
+    (dict(gamma=0.0), "--gamma must be above 0"), (dict(kl_coef=-1.0), "--kl_coef must be 0 or more"),
+])
+def test_flags_that_misfit_are_refused(flags, said):
+    with pytest.raises(UserError, match=re.escape(said)):
+        Config(**flags)
+
+
+def test_a_row_chooses_and_a_flag_overrides():
+    config = Config(algo="gspo", clip_high=0.1)
+    assert (config.ratio, config.clip_low, config.clip_high, config.mask_truncated) == ("sequence", 3e-4, 0.1, False)
+    assert Config(algo="rebn", group_size=1).baseline == "none"
+    assert Config(algo="dapo").mask_truncated and not Config(algo="dapo", mask_truncated=False).mask_truncated
+
+
+def test_overlong_penalty_by_hand():
+    # 100 tokens at most, of which the last 20 cost: nothing up to 80, half at 90, 1 at 100.
+    assert [rewards.overlong_penalty(n, 100, 0.2) for n in (1, 80, 90, 100)] == pytest.approx([0, 0, -0.5, -1])
+
+
+def test_length_is_charged_to_the_reward_but_not_to_what_is_shown():
+    # 10 tokens at most, of which the last 5 cost: 8 tokens pay 3/5, 4 tokens nothing. 1 - 0.6 against 0.
+    samples = [episode(8, [1.0]), episode(4, [0.0])]
+    found = compared(samples, algo="dr_grpo", overlong_buffer=0.5, max_new_tokens=10)
+    assert sum(found, []) == pytest.approx([0.2] * 8 + [-0.2] * 4) and samples[0].reward == 1
+
+
+@pytest.mark.parametrize("config, record, rewards, said", [
+    ({}, {}, [[1, 0], [1, 1], [0, 0], [0.5, 0.5]], "1 of 4 groups teach, 1 all right, 1 all wrong, 1 all alike."),
+    ({}, {}, [[1, 0], [0, 0]], "A loss near 0 is right"),
+    (dict(updates_per_step=2), {}, [[1, 0]], "1 of 1 groups teach."),
+    ({}, {}, [[0, 0], [0, 0]], "take easier prompts"), (dict(baseline="none"), dict(loss=0.5), [[1, 0]], ""),
+    ({}, dict(truncated=0.5), [[1, 0]], "50% of the completions were cut off: raise --max_new_tokens"),
+    ({}, dict(clip_fraction=0.4), [[1, 0]], "The clip cut 40% of the tokens off"),
+    (dict(ratio="sequence", updates_per_step=2), dict(clip_fraction=0.4), [[1, 0]], "1 of 1 groups teach."),
+])
+def test_diagnosis(config, record, rewards, said):
+    flags = dict(group_size=2, baseline="mean", updates_per_step=1, kl_coef=0.0, surrogate="clip", ratio="token")
+    record = dict(loss=0.0, truncated=0.0, clip_fraction=0.0, entropy=1.0) | record
+    found = Diagnosis(flags | config)(record, [SimpleNamespace(reward=reward) for group in rewards for reward in group])
+    assert said in found and (said or not found)
+    assert found.count(".") < 8 and "\n" not in found
+
+
+def test_diagnosis_of_a_collapse():
+    config = dict(group_size=2, baseline="mean", updates_per_step=2, kl_coef=0.0, surrogate="clip", ratio="token")
+    diagnosis, record = Diagnosis(config), dict(loss=0.0, truncated=0.0, clip_fraction=0.0, entropy=1.0)
+    right, wrong, mixed = ([SimpleNamespace(reward=reward) for reward in group] for group in ([1, 1], [0, 0], [1, 0]))
+    assert "Entropy" not in diagnosis(record, right + wrong + mixed)
+    assert "Entropy is down to 10%" in diagnosis(record | dict(entropy=0.1), wrong + wrong + mixed)
+    assert "Entropy" not in diagnosis(record | dict(entropy=0.1), right + right + mixed)       # the task is solved
+
+
+def test_dynamic_sampling_replaces_groups_without_signal(mesh):
+    # Draw 1 has one group of two that differs, draw 2 none, draw 3 both: with 2 more draws the step is full of those.
+    draws = [[[1, 0], [1, 1]], [[0, 0], [0, 0]], [[0, 1], [1, 0]], [[1, 0], [0, 1]]]
+    for more, expected, used in ((0, [1, 0, 1, 1], 1), (1, [1, 0, 1, 1], 2), (2, [1, 0, 0, 1], 3),
+                                 (9, [1, 0, 0, 1], 3)):
+        config = Config(group_size=2, prompts_per_step=2, dynamic_sampling=more)
+        trainer = SimpleNamespace(config=config, draws=0, data=range(8), mesh=mesh, timed=lambda _: nullcontext())
+        trainer.act = lambda data, prompts, size, temperature: [
+            episode(1, [float(reward)]) for group in draws[trainer.draws - 1] for reward in group]
+        assert [sample.reward for sample in Trainer.rollout(trainer)] == expected and trainer.draws == used
+
+
+def test_what_was_cut_off_leaves_no_gradient(mesh, tmp_path):
+    folder = random_model(tmp_path, "qwen3", tied=True)
+    trainer = make_trainer(Config(model=str(folder), group_size=2, mask_truncated=True, aggregation="token"), mesh)
+    samples = some_samples()
+    for sample in samples[::2]:
+        sample.truncated = True
+    (batch,) = trainer.micro_batches(samples)
+    assert len(batch.samples) == len(samples) / 2 and not any(sample.truncated for sample in batch.samples)
+    kept = sum(sum(sample.mask) for sample in samples[1::2])
+    assert batch.weights.tolist() == pytest.approx([1 / kept] * kept)
+    for sample in samples:
+        sample.truncated = True
+    metrics = trainer.actor.update([trainer.micro_batches(samples)])
+    assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
+
+
+# TRL, where it is installed, and what its names are for ours
+TRL = {"grpo": dict(loss_type="grpo"), "dr_grpo": dict(loss_type="dr_grpo"), "dapo": dict(loss_type="dapo"),
+       "gspo": dict(loss_type="grpo", importance_sampling_level="sequence"), "cispo": dict(loss_type="cispo"),
+       "bnpo": dict(loss_type="bnpo"),
+       "dual clip": dict(loss_type="grpo", delta=3.0), "kl": dict(loss_type="dapo", beta=0.1),
+       "tis": dict(loss_type="grpo", use_vllm=True)}
+
+
+@pytest.mark.parametrize("case", TRL)
+def test_loss_and_gradient_equal_those_of_trl(case):
+    trl = pytest.importorskip("trl")
+    generator = torch.Generator().manual_seed(3)
+    lengths, longest, flags = [5, 1, 3, 8, 2, 8], 8, TRL[case]
+    mask = torch.tensor([[1] * n + [0] * (longest - n) for n in lengths])
+    logps = (torch.randn(6, longest, generator=generator) * 0.7 - 1.5).requires_grad_()
+    old, ref, engine = (logps.detach() + 0.5 * torch.randn(6, longest, generator=generator) for _ in range(3))
+    advantages = torch.randn(6, generator=generator)
+    ours = Config(**{"gspo": dict(algo="gspo", clip_low=0.2, clip_high=0.28), "dual clip": dict(dual_clip=3.0),
+                     "bnpo": dict(aggregation="token"), "kl": dict(algo="dapo", kl_coef=0.1),
+                     "tis": dict(tis_cap=2.0)}.get(case, dict(algo=case)), max_new_tokens=11)
+    tis = (old - engine).exp().clamp(max=2.0)
+    with_mask = SimpleNamespace(**dict(
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, torch.zeros_like(logps), None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        importance_sampling_level="token", beta=0.0,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=flags.get("delta"), steps_per_generation=1),
+        epsilon_low=ours.clip_low, epsilon_high=1 + ours.clip_high if case == "cispo" else ours.clip_high,
+        use_vllm=False, vllm_importance_sampling_correction=True, model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1, max_completion_length=11, _entropy_bonus_enabled=False,
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
+        _metrics={"train": defaultdict(list)}) | {k: v for k, v in flags.items() if k != "delta"})
+    theirs = trl.GRPOTrainer._compute_loss(with_mask, None, dict(
+        prompt_ids=mask[:, :1], prompt_mask=mask[:, :1], completion_ids=mask, completion_mask=mask,
+        advantages=advantages, old_per_token_logps=old, ref_per_token_logps=ref, num_items_in_batch=mask.sum(),
+        importance_sampling_ratio=tis))
+    (gradient,) = torch.autograd.grad(theirs, logps)
+    samples = [episode(n, [0.0], advantages=[0.0] + [advantage] * n)
+               for n, advantage in zip(lengths, advantages.tolist())]
+    batch, real = train.make_batch(samples, "cpu"), mask.bool()
+    batch.old_logprobs, batch.ref_logprobs, batch.engine_logprobs = old[real], ref[real], engine[real]
+    batch.weights = train.token_weights(batch, ours.aggregation, samples, ours.max_new_tokens)
+    loss, _ = train.policy_loss(logps[real], torch.zeros(sum(lengths)), batch, ours)
+    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.autograd.grad(loss, logps)[0], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_pack_keeps_everything_within_the_budget():
@@ -273,13 +566,15 @@ def test_pack_by_hand():
 
 
 def test_make_batch_by_hand():
-    first = Sample([], {}, [7, 8, 9, 5], [0, 1, 0, 1], [0, -1, 0, -2], advantage=0.5)
-    second = Sample([], {}, [4, 3], [0, 1], [0, -3], advantage=-1)
-    batch = train.make_batch([first, second], [0.1, 0.2], "cpu")
+    first = Sample([], {}, [7, 8, 9, 5], [0, 1, 0, 1], [0, -1, 0, -2], steps=[0, 0, 1, 1], advantages=[0, 0.5, 0, 0.25])
+    second = Sample([], {}, [4, 3], [0, 1], [0, -3], steps=[0, 0], advantages=[0, -1])
+    batch = train.make_batch([first, second], "cpu")
     assert batch.ids.tolist() == [[7, 8, 9, 5, 4, 3]] and batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert batch.source.tolist() == [0, 2, 4] and batch.targets.tolist() == [8, 5, 3]
-    assert batch.engine_logprobs.tolist() == [-1, -2, -3] and batch.advantages.tolist() == [0.5, 0.5, -1]
-    assert batch.weights.tolist() == pytest.approx([0.1, 0.1, 0.2])
+    assert batch.engine_logprobs.tolist() == [-1, -2, -3] and batch.advantages.tolist() == [0.5, 0.25, -1]
+    assert batch.weights.tolist() == [1, 1, 1] and batch.ref_logprobs.tolist() == [0, 0, 0]
+    assert batch.sequences.tolist() == [0, 0, 1] and batch.steps.tolist() == [0, 1, 2]
+    assert by_sample(batch, batch.advantages) == [[0, 0.5, 0, 0.25], [0, -1]]
     assert batch.bounds.tolist() == [0, 4, 6] and batch.longest == 4
 
 
@@ -340,13 +635,22 @@ def test_rollout_ends_where_the_context_has_no_room(tokenizer):
     assert sample.truncated and sum(sample.mask) == 2
 
 
+def test_score_takes_a_number_for_each_step():
+    sample = episode(3, [], steps=[0, 1, 1])
+    assert asyncio.run(train.score(sample, lambda sample: [0.5, 2])) == [0.5, 2.0]
+    assert asyncio.run(train.score(sample, lambda sample: 1)) == [0.0, 1.0]
+    for bad in ([1.0], [1.0, math.nan], [1.0, "2"], []):
+        with pytest.raises(UserError, match="2 finite numbers, one a step"):
+            asyncio.run(train.score(sample, lambda sample: bad))
+
+
 def test_score_awaits_and_checks():
     async def later(sample):
         return 2
 
     sample = Sample([], {"nums": [1]})
-    assert asyncio.run(train.score(sample, later)) == 2.0
-    assert asyncio.run(train.score(sample, lambda sample: True)) == 1.0
+    assert asyncio.run(train.score(sample, later)) == [2.0]
+    assert asyncio.run(train.score(sample, lambda sample: True)) == [1.0]
     for bad, said in ((lambda sample: "1.0", "'1.0'"), (lambda sample: float("nan"), "nan"),
                       (lambda sample: None, "None"), (lambda sample: 1 / 0, "ZeroDivisionError"),
                       (lambda sample: float("inf"), "inf")):
@@ -433,7 +737,7 @@ def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, tokenizer, kind):
     config = Config(model=str(folder), temperature=0.6)
     actor, model = train.Actor(str(folder), mesh, config, len(tokenizer)), AutoModelForCausalLM.from_pretrained(folder)
     samples = some_samples()
-    logprobs, entropy = actor.logprobs(train.make_batch(samples, [1.0] * len(samples), "cpu"))
+    logprobs, entropy = actor.logprobs(train.make_batch(samples, "cpu"))
     expected = torch.cat([plain_logprobs(model, sample, len(tokenizer), 0.6) for sample in samples])
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=2e-5)
     logits = model(torch.tensor([samples[0].ids])).logits[0, :, :len(tokenizer)] / 0.6
@@ -445,7 +749,7 @@ def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, tokenizer, kind):
 @pytest.mark.parametrize("chunk", [2**26, 3 * 64, 1])
 @pytest.mark.parametrize("temperature, used", [(1.0, 64), (0.7, 61), (1.3, 1)])
 def test_head_logprobs_equal_plain_autograd(mesh, monkeypatch, chunk, temperature, used):
-    monkeypatch.setattr(train, "CHUNK", max(chunk, 64))
+    monkeypatch.setattr(kernels, "CHUNK", max(chunk, 64))
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(7, 16, generator=generator).requires_grad_()
     head = torch.randn(64, 16, generator=generator).requires_grad_()
@@ -479,7 +783,7 @@ def test_the_gpu_kernel_is_asked_for_what_the_cpu_computes(monkeypatch):
             parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         return torch.cat(parts)
 
-    monkeypatch.setattr(train, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(kernels, "varlen_attn", plain_varlen)
     q, k, v = (torch.randn(1, heads, 12, 8).bfloat16() for heads in (4, 2, 2))
     bounds = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
     options = dict(mask=None, scaling=0.3, bounds=bounds, longest=7)
@@ -521,7 +825,7 @@ def test_offload_takes_turns(tmp_path, mesh, monkeypatch):
     trainer.batches = noted("batches", lambda samples: [])
     trainer.publish = noted("publish", lambda: {})
     trainer.step(1)
-    assert seen == ["act", "compare", "sleep", "move", "batches", "update", "publish", "move"]
+    assert seen == ["act", "sleep", "move", "compare", "batches", "update", "publish", "move"]
     assert places == ["the GPU", "cpu"]
 
 
@@ -533,7 +837,7 @@ def test_compiled_layers_compute_the_same(mesh, tmp_path, tokenizer, monkeypatch
     plain, compiled = (train.Actor(folder, mesh, Config(model=folder, compile=flag), len(tokenizer))
                        for flag in (False, True))
     for samples in (some_samples(), some_samples(3)):       # other lengths, the same code
-        batch = train.make_batch(samples, [1.0] * len(samples), "cpu")
+        batch = train.make_batch(samples, "cpu")
         (expected, _), (found, _) = plain.logprobs(batch), compiled.logprobs(batch)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         expected.sum().backward()
@@ -544,7 +848,7 @@ def test_compiled_layers_compute_the_same(mesh, tmp_path, tokenizer, monkeypatch
 
 def test_several_updates_use_the_old_policy(mesh, tmp_path, tokenizer):
     folder = random_model(tmp_path, "qwen3", tied=True)
-    samples = [Sample([], {}, s.ids, s.mask, s.logprobs, advantage=s.advantage) for s in some_samples(4, 2)]
+    samples = [Sample([], {}, s.ids, s.mask, s.logprobs, advantages=s.advantages) for s in some_samples(4, 2)]
     trainer = make_trainer(Config(model=str(folder), group_size=2, updates_per_step=2, lr=0.02, warmup_steps=0,
                                   prompts_per_step=4), mesh)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -567,13 +871,13 @@ def test_samples_without_advantage_count_but_stay_out(mesh, tmp_path):
     trainer = make_trainer(Config(model=str(folder), group_size=2), mesh)
     samples = some_samples()
     for sample in samples[:4]:
-        sample.advantage = 0.0
+        sample.advantages = []
     batches = trainer.micro_batches(samples)
     assert sum(len(batch.bounds) - 1 for batch in batches) == len(samples) - 4
     longest = max(samples[4:], key=lambda sample: len(sample.ids))
     assert batches[0].weights[0].item() == pytest.approx(1 / (len(samples) * sum(longest.mask)))
     for sample in samples:
-        sample.advantage = 0.0
+        sample.advantages = []
     metrics = trainer.actor.update([trainer.micro_batches(samples)])
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
 
@@ -597,12 +901,33 @@ def reference(tmp_path_factory):
             for sample in samples:      # the ratio is 1, so its gradient is that of the log-prob
                 logprobs = plain_logprobs(model, sample, len(AutoTokenizer.from_pretrained(TINY)))
                 ratio = torch.exp(logprobs - logprobs.detach())
-                loss = loss - (ratio * sample.advantage).mean() / len(samples)
+                loss = loss - (ratio * max(sample.advantages, key=abs)).mean() / len(samples)
             loss.backward()
             gradients = {key: value.grad for key, value in model.named_parameters()}
             norm = torch.cat([g.flatten() for g in gradients.values()]).norm()
             results[name] = loss.item(), norm.item(), gradients
     return folder, results
+
+
+ROW_CASES = {   # processes -> (tensor parallel size, copies, tokens per micro-batch, groups in another order)
+    1: [(1, 1, 10**6, False), (1, 1, 30, False), (1, 1, 60, True)], 2: [(1, 1, 60, False), (2, 1, 10**6, True)],
+    4: [(2, 1, 30, False), (1, 2, 60, True)],
+}
+
+
+def test_no_row_depends_on_ranks_split_order_or_tp(tmp_path):
+    models, found = tmp_path / "models", []
+    random_model(models / "qwen2", "qwen2", tied=False)
+    for processes in ROW_CASES:
+        done = run("test_train.py", "rows", models, tmp_path, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found += json.loads((tmp_path / f"rows-{processes}.json").read_text())
+    assert len(found) == 7 and found[0].keys() == train.ALGORITHMS.keys() | {"ppo", "appo", "tppo"}
+    for record in found[1:]:
+        for algo, numbers in record.items():
+            assert numbers == pytest.approx(found[0][algo], rel=2e-5, abs=5e-6), algo
+    values = [tuple(numbers.values()) for numbers in found[0].values()]
+    assert len(set(values)) == len(values)          # and none of them is another one
 
 
 @pytest.mark.parametrize("processes", CASES)
@@ -793,7 +1118,7 @@ def test_samples_do_not_depend_on_the_number_of_processes(tmp_path):
                    "--output_dir", folder, "--tp_size", tp_size, processes=processes)
         assert done.returncode == 0, done.stderr[-3000:]
         samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
-        texts.append(sorted((s["step"], str(s["row"]), s["text"], round(s["advantage"], 4)) for s in samples))
+        texts.append(sorted((s["step"], str(s["row"]), s["text"], round(s["advantages"], 4)) for s in samples))
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 2 * 6 * 4
 
 
@@ -982,7 +1307,7 @@ def test_sglang_agrees_with_the_actor_after_each_of_20_pushes(tmp_path, tp_size,
     ended = [sample for sample in samples if not sample["truncated"]]
     eos = AutoTokenizer.from_pretrained(TINY).eos_token_id
     assert len(ended) > 500 and all(sample["ids"][-1] == eos and sample["mask"][-1] for sample in ended)
-    assert all(set(sample["versions"]) == {0, sample["step"]} for sample in samples)
+    assert all(set(sample["versions"]) == {sample["step"]} for sample in samples)
 
 
 @sglang
@@ -1056,7 +1381,7 @@ def test_remote_sglang_agrees_with_the_actor(tmp_path, servers):
     assert len(history) == 4
     assert all(record["logprob_diff"] < 1e-6 and record["logprob_diff_max"] < 1e-4 for record in history)
     samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
-    assert len(samples) == 4 * 32 and all(set(sample["versions"]) == {0, sample["step"]} for sample in samples)
+    assert len(samples) == 4 * 32 and all(set(sample["versions"]) == {sample["step"]} for sample in samples)
 
 
 @sglang
@@ -1069,7 +1394,7 @@ def test_sglang_samples_one_step_off(tmp_path, servers):
     assert history[0]["staleness"] == 0 and all(0 <= record["staleness"] <= 1 for record in history)
     assert max(record["staleness_max"] for record in history) == 1
     for sample in (json.loads(line) for line in (tmp_path / "samples.jsonl").open()):
-        made = {version for version, trained in zip(sample["versions"], sample["mask"]) if trained}
+        made = set(sample["versions"])
         assert made <= {sample["step"] - 1, sample["step"]} and made
 
 
@@ -1135,15 +1460,86 @@ def test_forward_flops_by_hand():
     assert forward_flops(config, [3, 2], 3) == 1440 + 144 + 240
 
 
-def test_speed_by_hand():
+def test_speed_by_hand(mesh):
     config = Qwen2Config(hidden_size=4, num_attention_heads=2, num_key_value_heads=1)
-    samples = [Sample([], {}, [0] * 10, [0] * 6 + [1] * 4, advantage=1.0), Sample([], {}, [0] * 10, [0] * 4 + [1] * 6)]
-    times = dict(time_rollout=1.5, time_wait=0.5, time_logprobs=1.0, time_update=3.0)
-    assert speed(config, samples, times, 2) == {"rollout_tokens_per_s": 5.0, "train_tokens_per_s": 2.5}
+    samples = [Sample([], {}, [0] * 10, [0] * 6 + [1] * 4, advantages=[1.0] * 10),
+               Sample([], {}, [0] * 10, [0] * 4 + [1] * 6)]
+    times = dict(time_rollout=1.5, time_wait=0.5, time_logprobs=1.0, time_update=3.0, time_step=10.0)
+    found = speed(config, samples, times, mesh["dp"])
+    assert found.pop("peak_gb") > 0.1
+    assert found == times | {"rollout_tokens_per_s": 5.0, "train_tokens_per_s": 2.5, "idle": 0.05}
 
 
 def test_averages_skip_what_is_missing():
     assert averages([{"a": 1, "b": 2}, {"a": 3}]) == {"a": 2, "b": 2}
+
+
+# ------------------------------------------------ recipes: a critic ---------------------------------------------------
+def test_gae_by_hand():
+    # Two actions with rewards 0 and 1, values 0.5 and 0.25, gamma 0.5, lambda 0.5. Last: 1 - 0.25 = 0.75. First:
+    # delta = 0 + 0.5 * 0.25 - 0.5 = -0.375, plus 0.5 * 0.5 * 0.75 = 0.1875. With lambda 1: the return less the value,
+    # 0.5 * 1 - 0.5 = 0; with lambda 0: delta.
+    assert gae([0, 1], [0.5, 0.25], [0.5, 0.5], 0.5) == [-0.1875, 0.75]
+    assert gae([0, 1], [0.5, 0.25], [0.5, 0.5], 1.0) == [0.0, 0.75]
+    assert gae([0, 1], [0.5, 0.25], [0.5, 0.5], 0.0) == [-0.375, 0.75]
+
+
+def test_credit_to_tokens_and_to_steps_by_hand():
+    # Two steps of two tokens with rewards 0 and 1, all values 1/2, gamma 1/2, lambda 1: the advantage is the discounted
+    # reward less the value. From behind ppo discounts each token: 1, 1/2, 1/4, 1/8; tppo only the first step: 1, 1, and
+    # 1/2, 1/2. appo has one of each for a step: 1 and 1/2.
+    sample, by_step = episode(4, [0.0, 1.0], steps=[0, 0, 1, 1]), [1 / 2, 1 / 2, 1, 1]
+    for critic, expected in (("ppo", [1 / 8, 1 / 4, 1 / 2, 1]), ("tppo", by_step), ("appo", by_step)):
+        config = PPOConfig(critic=critic, gamma=0.5)
+        found = token_advantages(sample, [0.5] * 4, [0.0] * 4, config)
+        assert found == pytest.approx([x - 0.5 for x in expected]), critic
+    # With lambda 0 tppo sees one token ahead: V - V = 0 inside, 0 + V/2 - V at the end of the first step, 1 - V at the
+    # last; appo one step: 0 + V/2 - V, 1 - V. The value of a step is that of its first token.
+    config = PPOConfig(critic="tppo", gamma=0.5, gae_lambda=0.0)
+    assert token_advantages(sample, [0.5] * 4, [0.0] * 4, config) == [0, -0.25, 0, 0.5]
+    config = PPOConfig(critic="appo", gamma=0.5, gae_lambda=0.0)
+    assert token_advantages(sample, [0.5, 9, 0.5, 9], [0.0] * 4, config) == [-0.25, -0.25, 0.5, 0.5]
+    # A penalty is part of the reward of its token, or of its step.
+    assert token_advantages(sample, [0.0] * 4, [0.1] * 4, config) == pytest.approx([-0.2, -0.2, 0.8, 0.8])
+
+
+def test_value_loss_by_hand(mesh, tmp_path):
+    # V = 2 from V_old = 1 with R = 1.5, and V = 1 from 1 with R = 3. The first, clipped to 1.2, costs max(1/4, 0.09)/2,
+    # and the second (1 - 3)^2 / 2 = 2. Gradients V - R, weights 1.
+    folder = str(random_model(tmp_path, "qwen2", tied=True))
+    critic = Critic(folder, mesh, PPOConfig(model=folder), len(AutoTokenizer.from_pretrained(TINY)))
+    samples = [episode(2, [0.0])]
+    samples[0].values, samples[0].returns = [0.0, 1.0, 1.0], [0.0, 1.5, 3.0]
+    batch, values = train.make_batch(samples, "cpu"), torch.tensor([2.0, 1.0], requires_grad=True)
+    assert not critic.model.values(batch).any()         # at first it expects nothing
+    critic.model.values = lambda batch: values
+    loss, sums, _ = critic.loss(batch)
+    assert loss.item() == pytest.approx(0.125 + 2)
+    loss.backward()
+    assert values.grad.tolist() == [0.5, -2.0]
+    metrics = critic_metrics({name: value.item() for name, value in sums.items()} | {"loss": loss.item()}, 1)
+    # Returns 1.5 and 3 have a variance of 0.5625; the errors of the old values are 0.25 and 4: 1 - 2.125 / 0.5625.
+    assert metrics == pytest.approx(dict(value_loss=2.125, value=1.0, explained_variance=1 - 2.125 / 0.5625))
+
+
+@pytest.mark.parametrize("flags, said", [
+    (dict(algo="gspo"), "--algo gspo"), (dict(baseline="mean"), "--baseline mean"),
+    (dict(gae_lambda=1.5), "--gae_lambda"), (dict(critic_lr=0.0), "--critic_lr"),
+    (dict(value_clip=-1.0), "--value_clip")])
+def test_flags_of_ppo_that_misfit_are_refused(flags, said):
+    with pytest.raises(UserError, match=said):
+        PPOConfig(**flags)
+
+
+@pytest.mark.parametrize("critic, processes", [("ppo", 2), ("appo", 1), ("tppo", 2)])
+def test_ppo_runs(tmp_path, critic, processes):
+    done = run("-m", "recipes.ppo", *SMALL, "--critic", critic, "--critic_lr", 1e-3, "--steps", 3, "--kl_coef", 0.01,
+               "--kl_in", "reward", "--output_dir", tmp_path, processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    assert all(math.isfinite(record["value_loss"]) for record in history) and history[0]["value"] == 0
+    assert history[1]["value"] != 0 and history[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert "value_head" not in (tmp_path / "model/model.safetensors.index.json").read_text()
 
 
 # ------------------------------------------------ the plan ------------------------------------------------------------
@@ -1276,7 +1672,7 @@ def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -
     for when in ("before_push", "after_push"):
         ((ids, logprobs, *_),) = ask(engine, [([5, 6, 7], 0)])
         sample = Sample([], {}, [5, 6, 7] + ids, [0] * 3 + [1] * len(ids), [0] * 3 + logprobs)
-        batch = train.make_batch([sample], [1.0], "cpu")
+        batch = train.make_batch([sample], "cpu")
         with torch.no_grad():
             record[when] = (actor.logprobs(batch)[0] - batch.engine_logprobs).abs().max().item()
         engine.push(actor.whole_weights())
@@ -1286,7 +1682,7 @@ def gradients_of(trainer: Trainer, samples: list[Sample], engine: LocalEngine) -
 def compare_whole_tensors(replicas: int, tp: int):
     """Gathers weights of odd sizes both ways, in two dtypes."""
     world = dist.get_world_size()
-    mesh = train.make_meshes("cpu", replicas, world // tp // replicas, tp)
+    mesh = make_meshes("cpu", replicas, world // tp // replicas, tp)
     torch.manual_seed(0)
     nn = torch.nn
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.Embedding(5, 4), nn.LayerNorm(7), nn.Linear(1, 1))
@@ -1306,6 +1702,63 @@ def compare_whole_tensors(replicas: int, tp: int):
         print("the same", flush=True)
 
 
+def numbers_of(model: str, mesh, tokenizer, samples: list[Sample], config: Config) -> dict[str, float]:
+    """What a row, or a critic, makes of samples: loss and gradient of an update that is off-policy."""
+    trainer = make_trainer(config, mesh)
+    trainer.reference, trainer.engine = trainer.actor, SimpleNamespace(exact=False, vocab_size=len(tokenizer))
+    trainer.models = []
+    projected = []
+    clip = torch.nn.utils.clip_grad_norm_
+
+    def watched_clip(parameters, *args, **options):
+        grads = [p.grad.full_tensor().flatten() for p in parameters if p.grad is not None]
+        projected.append(sum((g * torch.arange(len(g)).cos()).sum().item() for g in grads))
+        return clip(parameters, *args, **options)
+
+    torch.nn.utils.clip_grad_norm_ = watched_clip
+    if isinstance(config, PPOConfig):
+        trainer.__class__ = PPO
+        trainer.critic = Critic(model, mesh, config, len(tokenizer))
+        trainer.critic.model.value_head.weight.data.fill_(0.01)
+        trainer.line_ends = set(range(100))         # a step is what ends with such a token
+    for sample, logprobs in zip(samples, trainer.token_values(samples, lambda b: trainer.actor.logprobs(b)[0])):
+        sample.ref_logprobs = [x + 0.2 * math.sin(3 * t + sample.row["i"]) for t, x in enumerate(logprobs)]
+        sample.logprobs = [x + 0.2 * math.sin(7 * t + sample.row["i"]) for t, x in enumerate(logprobs)]
+    trainer.compare(samples)
+    batches = trainer.micro_batches(samples)
+    for batch in batches:
+        batch.old_logprobs = batch.engine_logprobs + 0.1
+    found = trainer.actor.update([batches])
+    if isinstance(config, PPOConfig):
+        batches = trainer.share(samples, samples[0])
+        for batch in batches:
+            batch.weights *= train.token_weights(batch, config.aggregation, samples, 8)
+        found |= trainer.critic.update([batches])
+    torch.nn.utils.clip_grad_norm_ = clip
+    names = found.keys() & {"loss", "grad_norm", "clip_fraction", "kl", "value_loss"}
+    return {name: found[name] for name in sorted(names)} | {f"gradient {i}": g for i, g in enumerate(projected)}
+
+
+def all_rows(model: str, tokenizer) -> list[dict]:
+    """For each case of ROW_CASES the numbers of every row and critic."""
+    world, records = dist.get_world_size(), []
+    for tp, replicas, budget, other_order in ROW_CASES[world]:
+        mesh = make_meshes("cpu", replicas, world // tp // replicas, tp)
+        flags = dict(model=model, group_size=4, max_new_tokens=8, lr=1e-9, entropy_coef=0.01, tis_cap=1.5,
+                     kl_coef=0.05, tokens_per_micro_batch=budget)
+        records.append({})
+        for algo in (*train.ALGORITHMS, "ppo", "appo", "tppo"):
+            samples = some_samples(4, 4)
+            for i, sample in enumerate(samples):
+                sample.rewards, sample.row, sample.steps = [float(i % 3)], dict(i=i), [0] * len(sample.ids)
+            if other_order:
+                samples = samples[8:] + samples[:8]
+            config = (PPOConfig(critic=algo, gae_lambda=0.9, gamma=0.95, **flags) if algo in CRITICS else
+                      Config(algo=algo, **flags))
+            records[-1][algo] = numbers_of(model, mesh, tokenizer, samples, config)
+    return records
+
+
 def worker(job: str, models: Path, output: Path):
     """What the tests above start under torchrun."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)
@@ -1317,12 +1770,17 @@ def worker(job: str, models: Path, output: Path):
         models = output / "none"
         models.mkdir(exist_ok=True)
     for model in sorted(models.iterdir()):
+        if job == "rows":
+            records = all_rows(str(model), tokenizer)
+            if dist.get_rank() == 0:
+                (output / f"rows-{world}.json").write_text(json.dumps(records))
+            continue
         if job == "export":
-            mesh = train.make_meshes("cpu", 1, 1, world)
+            mesh = make_meshes("cpu", 1, 1, world)
             train.Actor(str(model), mesh, Config(), len(tokenizer)).save(output / model.name)
             continue
         for case, (tp, replicas, budget, recompute) in enumerate(CASES[world]):
-            mesh = train.make_meshes("cpu", replicas, world // tp // replicas, tp)
+            mesh = make_meshes("cpu", replicas, world // tp // replicas, tp)
             config = Config(model=str(model), group_size=2, tokens_per_micro_batch=budget, max_new_tokens=8, lr=0.05,
                             gradient_checkpointing=recompute, warmup_steps=0)
             engine = LocalEngine(str(model), tokenizer, mesh, config)

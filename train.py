@@ -7,8 +7,8 @@ those that beat their own group (DeepSeekMath, arXiv:2402.03300):
     rho_t  = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)                    one ratio a token
     loss   = - sum_t w_t min(rho_t A, clip(rho_t, 1 - low, 1 + high) A)   w_t: how --algo weighs a token
 
-Unlike the paper, on purpose: no KL term, so no reference model; sampling by the newest weights, which are pushed into
-the engine after every step; counts over all ranks in w_t, so that neither ranks nor micro-batches change a gradient.
+Unlike the paper, on purpose: no KL term and no reference model unless asked for; sampling by the newest weights, which
+are pushed into the engine after every step; counts over all ranks in w_t, so that no split changes a gradient.
 
     torchrun --standalone --nproc_per_node=4 train.py             # four GPUs: Qwen2.5-3B-Instruct learns countdown
     torchrun --standalone --nproc_per_node=2 train.py             # no GPU: a tiny Qwen learns it within three minutes
@@ -18,12 +18,8 @@ Part I is the algorithm; for a task of your own edit `__getitem__` and `reward_f
 skip it on a first reading. Part III is the loop, and the place to start.
 Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens, N trained tokens, V vocabulary.
 """
-import asyncio
-import inspect
 import itertools
-import logging
 import math
-import numbers
 import os
 import shutil
 import sys
@@ -32,10 +28,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from heapq import heapreplace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
@@ -45,38 +39,63 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import pad, scaled_dot_product_attention
 from tqdm.asyncio import tqdm
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, get_scheduler
 from transformers.hf_argparser import HfArg
 
 import rewards
 from local_engine import LocalEngine
+from tools.checks import check_config
 from tools.gate import Gate
 from tools.inputs import (JSON, UserError, check_prompts, find_folder, find_model, find_tokenizer, load_rows,
-                          lost_contact, parse_flags)
+                          lost_contact, parse_flags, prompt_order)
+from tools.kernels import HeadLogprobs, packed_attention
+from tools.packing import by_sample, laid_out, lay_out, pack
+from tools.ranks import gather, init_distributed, reduce
 from tools.runlog import RunLog, end
+from tools.scoring import score
 from tools.sglang_links import Colocated, Servers, run
-from tools.speed import peak_gb, speed
+from tools.speed import speed, update_metrics
 from tools.weights import export, whole_weights
 
 
 # ================================================ Part I: the algorithm ===============================================
 # ------------------------------------------------ 1. Config -----------------------------------------------------------
-ALGORITHMS = {  # rows for --algo; A is made in `group_advantages`, the weight of a token in `token_weight`
-    # GRPO, arXiv:2402.03300 eq. 3: A = (r - mean) / std; a completion weighs 1/B, each of its tokens 1/length of that
-    "grpo": dict(baseline="mean", normalize="std", aggregation="sequence"),
-    # Dr. GRPO, arXiv:2503.20783 sec. 3.2: A = r - mean; a token weighs 1 / (B max_new_tokens), whatever the length
-    "dr_grpo": dict(baseline="mean", normalize="none", aggregation="constant"),
-    # RLOO, arXiv:2402.14740 eq. 8: A = r - mean of the other G - 1 rewards; a completion is one action, so its sum
-    "rloo": dict(baseline="leave_one_out", normalize="none", aggregation="constant"),
+# Rows for --algo. r_i is the return of completion o_i (with gamma = 1 its reward), G its group, B all the completions
+# of an optimiser step, rho_t the ratio of a token, clip() its bounds. Each column is a flag, too, with a function each.
+ALGORITHMS = {
+    # GRPO, arXiv:2402.03300 eq. 3 and sec. 4.1.2: A = (r_i - mean_G r) / std_G r;
+    #   1/B sum_i 1/|o_i| sum_t min(rho_t A, clip(rho_t) A)
+    "grpo": dict(baseline="mean", normalize="group", ratio="token", surrogate="clip", aggregation="sequence"),
+    # Dr. GRPO, arXiv:2503.20783 sec. 3.2: A = r_i - mean_G r;  1/B sum_i 1/max_new_tokens sum_t (the same)
+    "dr_grpo": dict(baseline="mean", normalize="none", ratio="token", surrogate="clip", aggregation="constant"),
+    # DAPO, arXiv:2503.14476 eq. 8: 1/(sum_i |o_i|) sum_i sum_t (the same), clip-higher; eq. 11: groups without signal
+    #   are sampled anew; eq. 13: r_i falls over the last fifth of max_new_tokens; sec. 3.4: what was cut off is masked
+    "dapo": dict(baseline="mean", normalize="group", ratio="token", surrogate="clip", aggregation="token",
+                 dynamic_sampling=4, overlong_buffer=0.2, mask_truncated=True),
+    # GSPO, arXiv:2507.18071 eq. 5 and 7: rho = (pi(o_i) / pi_old(o_i))^(1/|o_i|), one for all tokens of o_i
+    "gspo": dict(baseline="mean", normalize="group", ratio="sequence", surrogate="clip", aggregation="sequence",
+                 clip_low=3e-4, clip_high=4e-4),
+    # CISPO, arXiv:2506.13585 eq. 4 and 5: 1/(sum_i |o_i|) sum_i sum_t stop_gradient(clip(rho_t)) A log pi(o_t)
+    "cispo": dict(baseline="mean", normalize="group", ratio="token", surrogate="cispo", aggregation="token",
+                  clip_low=1.0, clip_high=4.0),
+    # RLOO, arXiv:2402.14740 eq. 8: A = r_i - mean of the other G - 1; a completion is one action, so the sum over t
+    "rloo": dict(baseline="leave_one_out", normalize="none", ratio="token", surrogate="clip", aggregation="constant"),
+    # REINFORCE++, arXiv:2501.03262 sec. 3: A_t = r_i - kl_coef sum_{s >= t} kl_s, centred and scaled over all tokens
+    "reinforce_pp": dict(baseline="none", normalize="tokens", ratio="token", surrogate="clip", aggregation="token",
+                         kl_in="reward", kl_estimator="k1"),
+    # REINFORCE with return batch normalisation, GEM, arXiv:2510.01051: G_k = r_k + gamma G_k+1 for each turn k,
+    #   A = (G_k - mean) / std over all turns of the batch
+    "rebn": dict(baseline="none", normalize="turns", ratio="token", surrogate="clip", aggregation="constant"),
+    # REINFORCE, Williams 1992, doi:10.1007/BF00992696: 1/B sum_i 1/max_new_tokens sum_t r_i log pi(o_t)
+    "reinforce": dict(baseline="none", normalize="none", surrogate="reinforce", aggregation="constant"),
 }
+COMMON = dict(ratio="token", clip_low=0.2, clip_high=0.28, kl_in="loss", kl_estimator="k3", dynamic_sampling=0,
+              overlong_buffer=0.0, mask_truncated=False)      # where a row says nothing
 GPU = torch.cuda.is_available()
 ASSETS = Path(__file__).parent / "assets"
 TINY = dict(  # what a bare `train.py` runs on a machine without a GPU
@@ -103,8 +122,28 @@ class Config:
     temperature: float = HfArg(default=1.0, help="of sampling, and so of the trained log-probs")
     # algorithm
     algo: Literal[tuple(ALGORITHMS)] = HfArg(default="grpo", help="row of the table of algorithms")
-    clip_low: float = HfArg(default=0.2, help="the ratio counts down to 1 - clip_low")
-    clip_high: float = HfArg(default=0.28, help="the ratio counts up to 1 + clip_high")
+    baseline: Literal["none", "mean", "leave_one_out"] | None = HfArg(
+        default=None, help="of a group, for the whole completion; none: each turn has its own return. As --algo says, "
+        "if not given; so with all flags whose default is None")
+    normalize: Literal["none", "group", "turns", "tokens"] | None = HfArg(
+        default=None, help="over what advantages get a standard deviation of 1")
+    ratio: Literal["token", "step", "sequence"] | None = HfArg(default=None, help="what has one ratio pi / pi_old")
+    surrogate: Literal["clip", "cispo", "reinforce"] | None = HfArg(default=None, help="what is maximised for a token")
+    aggregation: Literal["sequence", "step", "token", "constant"] | None = HfArg(
+        default=None, help="what weighs the same in the loss; constant: tokens, by 1 / max_new_tokens")
+    clip_low: float | None = HfArg(default=None, help="the ratio counts down to 1 - clip_low")
+    clip_high: float | None = HfArg(default=None, help="the ratio counts up to 1 + clip_high")
+    dual_clip: float = HfArg(default=0.0, help="bound on the ratio of tokens with A < 0, such as 3; 0: none")
+    gamma: float = HfArg(default=1.0, help="discount of rewards from turn to turn")
+    kl_coef: float = HfArg(default=0.0, help="of the divergence from the first policy; 0 loads no reference model")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = HfArg(default=None, help="of that divergence")
+    kl_in: Literal["loss", "reward"] | None = HfArg(default=None, help="where that divergence is charged")
+    entropy_coef: float = HfArg(default=0.0, help="of the bonus for entropy in the loss")
+    tis_cap: float = HfArg(default=0.0, help="truncated importance sampling for what engine and actor differ in: "
+                           "largest weight of a token, such as 2; 0: off")
+    dynamic_sampling: int | None = HfArg(default=None, help="more rollouts a step, at most, for groups without signal")
+    overlong_buffer: float | None = HfArg(default=None, help="share of max_new_tokens over which the reward falls by 1")
+    mask_truncated: bool | None = HfArg(default=None, help="no gradient from completions that were cut off")
     updates_per_step: int = HfArg(default=1, help="optimiser steps a rollout, each on its share of the prompts")
     # optimiser
     steps: int = HfArg(default=200, help="rollouts in all")
@@ -133,21 +172,13 @@ class Config:
     wandb: Literal["auto", "online", "offline", "off"] = HfArg(default="auto", help="auto: online when logged in")
 
     def __post_init__(self):
-        for name in ("prompts_per_step", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
-                     "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout", "dp_replicate"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise UserError(f"--{name} must be above 0, not {getattr(self, name)}")
-        for name in ("clip_low", "clip_high", "warmup_steps", "eval_every", "save_every"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"--{name} must be 0 or more, not {getattr(self, name)}")
-        if self.group_size < 2:
-            raise UserError(f"--group_size must be 2 or more, not {self.group_size}: a group is its own baseline")
+        chosen = COMMON | ALGORITHMS[self.algo]
+        given = {name for name, value in vars(self).items() if value is not None and value != chosen.get(name)}
+        for name in chosen.keys() - given:
+            setattr(self, name, chosen[name])
         if self.engine == "auto":
             self.engine = "sglang" if self.device == "cuda" and find_spec("sglang") else "local"
-        if self.engine not in ("sglang", "local") and not self.engine.startswith(("http://", "https://")):
-            raise UserError(f"--engine must be auto, sglang, local or http://host:port, not {self.engine}")
-        if self.engine != "local" and not find_spec("sglang"):
-            raise UserError(f"--engine {self.engine}: sglang is not installed; requirements.txt has it")
+        check_config(self, given)
 
 
 # ------------------------------------------------ 2. The task: edit here ----------------------------------------------
@@ -166,18 +197,27 @@ class Sample:
     mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
     logprobs: list[float] = field(default_factory=list)     # the engine's, at its temperature; 0 where mask is 0
     versions: list[int] = field(default_factory=list)       # how often weights had been pushed; 0 where mask is 0
+    steps: list[int] = field(default_factory=list)          # the turn that a token is part of, from 0; see reward_fn
     text: str = ""                                          # what the policy wrote, all turns
     truncated: bool = False                                 # stopped by a limit, not by itself
-    reward: float = 0.0
-    advantage: float = 0.0
+    rewards: list[float] = field(default_factory=list)      # one a step
+    advantages: list[float] = field(default_factory=list)
+    ref_logprobs: list[float] = field(default_factory=list)  # the first policy's, where --kl_coef asks for it
     metrics: dict[str, float] = field(default_factory=dict)  # what else reward_fn wants averaged and logged
 
-    def append(self, ids: list[int], mask: int, logprobs: list[float] | None = None, versions: list[int] | None = None):
+    @property
+    def reward(self) -> float:
+        """Of the whole episode."""
+        return sum(self.rewards)
+
+    def append(self, ids: list[int], mask: int, logprobs: list[float] | None = None, versions: list[int] | None = None,
+               step: int = 0):
         """Adds tokens as they are: nothing that was sampled is ever decoded and encoded again."""
         self.ids += ids
         self.mask += [mask] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
         self.versions += versions or [0] * len(ids)
+        self.steps += [step] * len(ids)
 
 
 class RLDataset(torch.utils.data.Dataset):
@@ -206,7 +246,10 @@ class RLDataset(torch.utils.data.Dataset):
 
 
 def reward_fn(sample: Sample) -> float:
-    """EDIT HERE: how good is sample.text? Any finite number; may be async; sample.metrics takes numbers to log."""
+    """EDIT HERE: how good is sample.text? Any finite number; may be async; sample.metrics takes numbers to log.
+
+    A list of numbers is one for each turn, or for each step where this function has set sample.steps [T] anew.
+    """
     row = sample.row
     if row.get("nums") is not None:
         sample.metrics |= rewards.countdown_habits(sample.text, row["target"])
@@ -237,165 +280,179 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int,
         sample.append(encode_prompt(tokenizer, sample), mask=0)
     for turn in range(max_turns):
         ids, logprobs, versions, sample.truncated = await generate(sample.ids, turn)
-        sample.append(ids, 1, logprobs, versions)
+        sample.append(ids, 1, logprobs, versions, step=turn)
         sample.text += tokenizer.decode(ids, skip_special_tokens=True)
         reply = None if sample.truncated or turn == max_turns - 1 else await env_step(sample)
         if reply is None:
             break
-        sample.append(tokenizer.encode(reply, add_special_tokens=False), mask=0)
+        sample.append(tokenizer.encode(reply, add_special_tokens=False), mask=0, step=turn)
         if len(sample.ids) > room:
             sample.truncated = True
             break
     return sample
 
 
-async def score(sample: Sample, reward_fn) -> float:
-    """The reward, checked. Raises UserError when reward_fn raises, or returns no finite number."""
-    try:
-        reward = reward_fn(sample)
-        reward = await reward if inspect.isawaitable(reward) else reward
-    except Exception as error:
-        raise UserError(f"reward_fn raised {type(error).__name__}: {error}; the row was {sample.row}") from error
-    if not isinstance(reward, numbers.Real) or not math.isfinite(reward):
-        raise UserError(f"reward_fn must return one finite number, not {reward!r}; the row was {sample.row}")
-    return float(reward)
-
-
-# ------------------------------------------------ 4. Advantages -------------------------------------------------------
-def group_advantages(rewards: torch.Tensor, baseline: str, normalize: str) -> torch.Tensor:
-    """Rewards [groups, G] -> advantages [groups, G]: each is measured against its own group. Formulas: ALGORITHMS."""
-    size = rewards.shape[1]
-    advantages = rewards - rewards.mean(dim=1, keepdim=True)
-    if baseline == "leave_one_out":
-        advantages = advantages * size / (size - 1)     # r - mean of the others = (r - mean of all) G / (G - 1)
-    if normalize == "std":
-        advantages = advantages / (rewards.std(dim=1, keepdim=True) + 1e-6)
-    return advantages
-
-
-# ------------------------------------------------ 5. Loss -------------------------------------------------------------
-def token_weight(aggregation: str, length: int, sequences: int, max_new_tokens: int) -> float:
-    """Weight of each of a sample's `length` trained tokens; `sequences` counts the samples of all ranks (B)."""
-    return 1 / (sequences * {"sequence": length, "constant": max_new_tokens}[aggregation])
-
-
-def policy_loss(logprobs, old_logprobs, advantages, weights, clip_low: float, clip_high: float):
-    """The clipped surrogate (PPO, arXiv:1707.06347 eq. 7) over N trained tokens; every tensor is [N].
-
-    Returns the loss, a plain sum (the normalisation is in the weights), and where the clip cut the gradient off, [N].
-    """
-    ratio = torch.exp(logprobs - old_logprobs)
-    free = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    return -(weights * torch.minimum(free, clipped)).sum(), clipped < free
-
-
-# ------------------------------------------------ 6. Batches ----------------------------------------------------------
+# ------------------------------------------------ 4. Batches ----------------------------------------------------------
 @dataclass
 class Batch:
     """A micro-batch: whole sequences laid end to end without padding, T tokens in all, of which N are trained."""
+    samples: list[Sample]
     ids: torch.Tensor                           # [1, T]
     positions: torch.Tensor                     # [1, T], from 0 in each sequence
-    source: torch.Tensor                        # [N], in T: the token before a trained one, whose state predicts it
-    targets: torch.Tensor                       # [N], the trained tokens
-    engine_logprobs: torch.Tensor               # [N]
-    advantages: torch.Tensor                    # [N]
-    weights: torch.Tensor                       # [N]
     bounds: torch.Tensor                        # [sequences + 1], in T: where each begins, and the last one's end
     longest: int                                # of the sequences, in tokens
-    old_logprobs: torch.Tensor | None = None    # [N]; None: the policy of this very pass
+    source: torch.Tensor                        # [N], in T: the token before a trained one, whose state predicts it
+    targets: torch.Tensor                       # [N], the trained tokens
+    sequences: torch.Tensor                     # [N], from 0: whose they are
+    steps: torch.Tensor                         # [N], from 0: the step that each is part of, over all sequences
+    engine_logprobs: torch.Tensor               # [N]
+    advantages: torch.Tensor                    # [N]
+    ref_logprobs: torch.Tensor                  # [N]
+    weights: torch.Tensor                       # [N], in the loss: 1, until it is known what for
+    old_logprobs: torch.Tensor | None = None    # [N]; None: those of the very pass that the loss is made of
 
 
-def pack(samples: list[Sample], budget: int, ranks: int) -> list[list[Sample]]:
-    """Splits samples into micro-batches of about equal size and at most `budget` tokens, as many for each rank.
+def make_batch(samples: list[Sample], device: str) -> Batch:
+    """Lays samples end to end; an empty list of theirs, such as advantages not yet known, stands for zeros."""
+    tokens = lay_out(samples)
+    lists = dict(engine_logprobs="logprobs", advantages="advantages", ref_logprobs="ref_logprobs")
+    for name, of_sample in lists.items():
+        tokens[name] = laid_out(samples, of_sample)[tokens["source"] + 1].float()
+    tokens["weights"] = torch.ones_like(tokens["advantages"])
+    longest = max(len(sample.ids) for sample in samples)
+    return Batch(samples, longest=longest, **{name: value.to(device) for name, value in tokens.items()})
 
-    A sample above the budget gets one of its own. The longest goes first, always to the emptiest micro-batch (Graham
-    1969, doi:10.1137/0117039). Where samples are fewer than ranks, some stay empty.
+
+# ------------------------------------------------ 5. Advantages -------------------------------------------------------
+def returns_to_go(rewards: list[float], steps: list[int], penalties: list[float], gamma: float) -> list[float]:
+    """Rewards of a sample's steps, and for its N trained tokens their steps and penalties -> the return of each, [N].
+
+    A step's reward comes with its last token. What follows counts in full inside a step, by gamma from step to step
+    (GEM, arXiv:2510.01051); so for a single turn without penalties each token has the reward as its return.
     """
-    samples = sorted(samples, key=lambda sample: len(sample.ids), reverse=True)
-    fewest = math.ceil(sum(min(len(sample.ids), budget) for sample in samples) / budget / ranks)
-    for count in itertools.count(fewest * ranks, ranks):
-        packs, sizes = [[] for _ in range(count)], [(0, i) for i in range(count)]
-        for sample in samples:
-            size, i = sizes[0]
-            heapreplace(sizes, (size + len(sample.ids), i))
-            packs[i].append(sample)
-        if all(size <= budget or len(packs[i]) == 1 for size, i in sizes):
-            return [packs[i] for _, i in sorted(sizes, reverse=True)]   # those of a round are alike: ranks wait
+    returns, following, left = [], 0.0, list(rewards)
+    for step, next_step, penalty in reversed([*zip(steps, [*steps[1:], None], penalties)]):
+        if step != next_step:
+            following = left.pop() + gamma * following
+        following -= penalty
+        returns.append(following)
+    return returns[::-1]
 
 
-def make_batch(samples: list[Sample], weights: list[float], device: str) -> Batch:
-    """Lays samples end to end; weights[i] is the weight of each trained token of samples[i]."""
-    lengths = torch.tensor([len(sample.ids) for sample in samples])
-    bounds = pad(lengths.cumsum(0), (1, 0))
-    ids, logprobs, mask = (torch.tensor(list(itertools.chain.from_iterable(lists))) for lists in zip(
-        *((sample.ids, sample.logprobs, sample.mask) for sample in samples)))
-    trained = mask.nonzero()[:, 0]
-    owner = torch.arange(len(samples)).repeat_interleave(lengths)
-    advantages = torch.tensor([sample.advantage for sample in samples])
-    positions = torch.arange(len(ids)) - bounds[owner]
-    tensors = (ids[None], positions[None], trained - 1, ids[trained], logprobs[trained], advantages[owner[trained]],
-               torch.tensor(weights)[owner[trained]], bounds.int())
-    return Batch(*(tensor.to(device) for tensor in tensors), lengths.max().item())
+def penalties(tokens: Batch, config: Config) -> list[list[float]]:
+    """What the trained tokens of each sample pay: for divergence, if --kl_in is reward; the last one for length."""
+    divergence = torch.zeros_like(tokens.weights)
+    if config.kl_coef and config.kl_in == "reward":
+        divergence = config.kl_coef * kl_divergence(tokens.engine_logprobs, tokens.ref_logprobs, config.kl_estimator)
+    paid = [part.tolist() for part in divergence.split(tokens.sequences.bincount().tolist())]
+    if config.overlong_buffer:
+        for of_sample in paid:
+            of_sample[-1] -= rewards.overlong_penalty(len(of_sample), config.max_new_tokens, config.overlong_buffer)
+    return paid
+
+
+def above_baseline(returns: torch.Tensor, sequences: torch.Tensor, size: int, baseline: str) -> torch.Tensor:
+    """Returns [N] of whole groups' tokens, sequences [N] -> [N]: for each completion, its return less its group's.
+
+    Without a baseline each token keeps its own return.
+    """
+    if baseline == "none":
+        return returns
+    totals = returns[firsts(sequences)].view(-1, size)
+    above = totals - totals.mean(1, keepdim=True)
+    above[(totals == totals[:, :1]).all(1)] = 0         # without the rounding of the mean: such a group teaches nothing
+    if baseline == "leave_one_out":
+        above = above * size / (size - 1)               # r - mean of the others = (r - mean of all) G / (G - 1)
+    return above.flatten()[sequences]
+
+
+def normalized(values: torch.Tensor, sequences: torch.Tensor, steps: torch.Tensor, size: int, normalize: str):
+    """Values [N] of whole groups' tokens, their sequences and steps [N] -> values with a std of 1, [N].
+
+    Over a group; or over all tokens, or turns, and then with a mean of 0, too.
+    """
+    if normalize == "none":
+        return values
+    if normalize == "group":
+        std = values[firsts(sequences)].view(-1, size).std(1) + 1e-6
+        return values / std[sequences // size]
+    counted = values[firsts(steps)] if normalize == "turns" else values
+    return (values - counted.mean()) / (counted.std().nan_to_num() + 1e-6)
+
+
+def firsts(units: torch.Tensor) -> torch.Tensor:
+    """Numbers [N] that ascend from 0 -> where each begins, [units]."""
+    return units.diff(prepend=units[:1] - 1).nonzero()[:, 0]
+
+
+# ------------------------------------------------ 6. Loss -------------------------------------------------------------
+def token_weights(batch: Batch, aggregation: str, samples: list[Sample], max_new_tokens: int) -> torch.Tensor:
+    """The weight of each trained token of a micro-batch, [N], in an optimiser step over these samples, of all ranks."""
+    if aggregation == "constant":
+        return torch.full_like(batch.weights, 1 / (len(samples) * max_new_tokens))
+    if aggregation == "token":
+        return torch.full_like(batch.weights, 1 / sum(sum(sample.mask) for sample in samples))
+    total, units = {"sequence": (len(samples), batch.sequences),
+                    "step": (sum(len(sample.rewards) for sample in samples), batch.steps)}[aggregation]
+    return 1 / (total * units.bincount()[units])
+
+
+def importance_ratio(log_ratio: torch.Tensor, batch: Batch, level: str) -> torch.Tensor:
+    """pi / pi_old of each token from its logarithm, [N] -> [N]: of the token, or of what it is a part of.
+
+    Of a step it is the product (an action of OpenR's APPO); of a sequence the geometric mean (GSPO, eq. 7).
+    """
+    if level == "token":
+        return log_ratio.exp()
+    units = batch.steps if level == "step" else batch.sequences
+    sums = log_ratio.new_zeros(units.max() + 1).index_add(0, units, log_ratio)
+    return (sums / units.bincount() if level == "sequence" else sums).exp()[units]
+
+
+def surrogate_loss(logprobs, ratio, advantages, surrogate: str, low: float, high: float, dual_clip: float):
+    """The loss of each token, [N], and where the clip cut its gradient off, [N]; all tensors are [N].
+
+    clip: PPO, arXiv:1707.06347 eq. 7, with the bound for A < 0 of arXiv:1912.09729 eq. 5. Others: see ALGORITHMS.
+    """
+    if surrogate == "reinforce":
+        return -advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
+    bounded = ratio.clamp(1 - low, 1 + high)
+    if surrogate == "cispo":
+        return -bounded.detach() * advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
+    free, clipped = ratio * advantages, bounded * advantages
+    gain, cut = torch.minimum(free, clipped), clipped < free
+    if dual_clip:
+        floor = torch.where(advantages < 0, dual_clip * advantages, -math.inf)
+        gain, cut = torch.maximum(gain, floor), cut | (gain < floor)
+    return -gain, cut
+
+
+def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
+    """Estimates of KL(pi, pi_ref) from tokens that pi sampled, [N] (Schulman 2020, joschu.net/blog/kl-approx.html)."""
+    gap = logprobs - ref_logprobs
+    return {"k1": gap, "k2": gap ** 2 / 2, "k3": torch.exp(-gap) - 1 + gap}[estimator]
+
+
+def policy_loss(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Batch, config: Config):
+    """The loss of a micro-batch, a plain sum as the weights normalise it, and where the clip cut the gradient off, [N].
+
+    Log-probs and entropy [N] are the policy's.
+    """
+    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    ratio = importance_ratio(logprobs - old_logprobs, batch, config.ratio)
+    loss, cut = surrogate_loss(logprobs, ratio, batch.advantages, config.surrogate, config.clip_low, config.clip_high,
+                               config.dual_clip)
+    if config.tis_cap:      # Yao et al. 2025, fengyao.notion.site/off-policy-rl
+        loss = loss * (old_logprobs - batch.engine_logprobs).exp().clamp(max=config.tis_cap)
+    if config.kl_coef and config.kl_in == "loss":
+        loss = loss + config.kl_coef * kl_divergence(logprobs, batch.ref_logprobs, config.kl_estimator)
+    if config.entropy_coef:
+        loss = loss - config.entropy_coef * entropy
+    return (batch.weights * loss).sum(), cut
 
 
 # ================================================ Part II: the machine ================================================
-# ------------------------------------------------ 7. Processes --------------------------------------------------------
-def init_distributed(config: Config) -> dict[str, DeviceMesh]:
-    """Joins torchrun's processes, or is alone; returns `make_meshes`. Raises UserError where sizes misfit."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)     # a hint on speed, each time
-    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
-    backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"   # gloo everywhere: it carries Python objects
-    if config.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):  # SGLang sets them, but only in the ranks that start it
-            os.environ.setdefault(name, "0")
-    patience = timedelta(seconds=3 * config.engine_timeout)     # ranks wait for each other longer than for SGLang
-    dist.init_process_group(backend, timeout=timedelta(minutes=2), **alone)     # to find each other takes seconds
-    _set_pg_timeout(patience)
-    world = dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    tp = config.tp_size or (2 if config.device == "cuda" and local % 2 == 0 else 1)
-    if tp < 1 or local % tp:
-        raise UserError(f"--tp_size {tp} does not divide the number of processes, {local} on a machine")
-    if world // tp % config.dp_replicate:
-        raise UserError(f"--dp_replicate {config.dp_replicate} does not divide the {world // tp} data-parallel ranks")
-    if config.prompts_per_step < world // tp * config.updates_per_step:
-        raise UserError(f"--prompts_per_step must be at least --updates_per_step times {world // tp} ranks")
-    meshes = make_meshes(config.device, config.dp_replicate, world // tp // config.dp_replicate, tp)
-    for mesh in meshes.values():
-        for group in mesh.get_all_groups():
-            _set_pg_timeout(patience, group)        # a new group starts with 30 minutes
-    return meshes
-
-
-def make_meshes(device: str, replicas: int, shards: int, tp: int) -> dict[str, DeviceMesh]:
-    """All ranks as three meshes: each layer is split over "tp", the pieces are sharded over "fsdp", data over "dp".
-
-    "fsdp" and "dp" are the same ranks; with replicas, "fsdp" has two dimensions: a copy of the model each, its shards.
-    """
-    mesh = init_device_mesh(device, (replicas, shards, tp), mesh_dim_names=("replicate", "shard", "tp"))
-    both = mesh["replicate", "shard"]
-    return {"dp": both._flatten("dp"), "tp": mesh["tp"], "fsdp": both if replicas > 1 else mesh["shard"]}
-
-
-def reduce(values: list[float], mesh: DeviceMesh, op=dist.ReduceOp.SUM) -> list[float]:
-    """Each number reduced over the ranks of a mesh."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op, mesh.get_group())
-    return tensor.tolist()
-
-
-def gather(items: list, mesh: DeviceMesh) -> list:
-    """The items of all ranks of a mesh in one list, the same on each of them."""
-    if mesh.size() == 1:
-        return items
-    parts = [None] * mesh.size()
-    dist.all_gather_object(parts, items, mesh.get_group())
-    return sum(parts, [])
-
-
-# ------------------------------------------------ 8. Sharding ---------------------------------------------------------
+# ------------------------------------------------ 7. Sharding ---------------------------------------------------------
 def apply_tensor_parallel(model, mesh: DeviceMesh):
     """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors; `find_model` has seen that the heads divide."""
     column, row = ColwiseParallel(), RowwiseParallel()
@@ -422,12 +479,16 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
                 lambda module, output, mesh: output.to_local())
 
 
-def sharded_model(path: str, mesh: dict[str, DeviceMesh], config: Config):
-    """The model of a Hugging Face folder, sharded over the mesh, in fp32: each rank's slices, not yet filled."""
+def empty_model(path: str):
+    """The model of a Hugging Face folder, in fp32, without memory for its parameters; buffers are real."""
     AttentionInterface.register("packed", packed_attention)
-    with init_empty_weights():                          # no memory for parameters yet; buffers are real
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32,
-                                                 attn_implementation="packed").train()
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32,
+                                                attn_implementation="packed").train()
+
+
+def shard(model, mesh: dict[str, DeviceMesh], config: Config):
+    """Splits an empty model over the mesh, and gives each rank memory for its slices, not yet filled."""
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, mesh["tp"])
     if model.config.tie_word_embeddings:                # both of the above make two parameters of one
@@ -451,87 +512,7 @@ def sharded_model(path: str, mesh: dict[str, DeviceMesh], config: Config):
     return model
 
 
-# ------------------------------------------------ 9. Log-probs --------------------------------------------------------
-@torch.compiler.disable
-def packed_attention(module, query, key, value, mask, scaling=None, bounds=None, longest=0, **_):
-    """Causal attention inside each packed sequence, never across two: [1, heads, T, width] -> [1, T, heads, width]."""
-    if query.is_cuda and query.dtype != torch.float32:      # one kernel for all sequences; it knows 16 bits only
-        flat = (part[0].transpose(0, 1) for part in (query, key, value))
-        return varlen_attn(*flat, bounds, bounds, longest, longest, scale=scaling, window_size=(-1, 0),
-                           enable_gqa=True)[None], None
-    lengths = bounds.diff().tolist()
-    parts = [scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-             for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))]
-    return torch.cat(parts, dim=2).transpose(1, 2), None
-
-
-CHUNK = 2**26       # logits at once: 256 MB in fp32
-
-
-def scaled_logits(states, head, start: int, temperature: float, vocab_size: int):
-    """States [n, H] and a slice of the head [V / tp, H], from id `start` on -> logits / temperature, fp32 [n, V / tp].
-
-    Ids from vocab_size on are padding: their logits are so low that their probability is 0.
-    """
-    logits = (states @ head.T).float().div_(temperature)
-    logits[:, max(0, vocab_size - start):] = -1e30      # finite: times a probability of 0 it is still 0
-    return logits
-
-
-class HeadLogprobs(torch.autograd.Function):
-    """Log-probs [N] and entropies [N] of targets [N] from states [N, H] and this rank's slice of the head [V / tp, H].
-
-    No tensor is larger than [n, V / tp], for chunks of n rows; the backward pass makes the logits z of each again. With
-    p = softmax(z) and h the entropy:  d logprob / dz_v = 1[v = target] - p_v,  d entropy / dz_v = -p_v (log p_v + h).
-    """
-
-    @staticmethod
-    def forward(ctx, states, head, targets, temperature: float, vocab_size: int, tp: DeviceMesh):
-        group, start = tp.get_group(), tp.get_local_rank() * len(head)
-        rows, columns = CHUNK // len(head), []
-        for states_, targets_ in zip(states.split(rows), targets.split(rows)):
-            logits = scaled_logits(states_, head, start, temperature, vocab_size)
-            top = logits.amax(1)
-            dist.all_reduce(top, dist.ReduceOp.MAX, group)
-            logits -= top[:, None]
-            mine, place = owned(targets_, start, len(head))
-            chosen = logits.gather(1, place)[:, 0] * mine
-            odds = logits.exp()
-            sums = torch.stack([odds.sum(1), (odds * logits).sum(1), chosen])
-            dist.all_reduce(sums, group=group)
-            norm = sums[0].log()
-            columns.append((sums[2] - norm, norm - sums[1] / sums[0], top + norm))
-        logprobs, entropies, norms = map(torch.cat, zip(*columns))
-        ctx.save_for_backward(states, head, targets, norms, entropies)
-        ctx.constants = temperature, vocab_size, start, group
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        states, head, *per_row = ctx.saved_tensors
-        temperature, vocab_size, start, group = ctx.constants
-        rows, grad_states, grad_head = CHUNK // len(head), [], torch.zeros_like(head, dtype=torch.float32)
-        columns = (states, *per_row, grad_logprobs, grad_entropies)
-        for states_, targets, norm, entropy, grad_logprob, grad_entropy in zip(*(part.split(rows) for part in columns)):
-            log_p = scaled_logits(states_, head, start, temperature, vocab_size).sub_(norm[:, None])
-            p = log_p.exp()
-            grad = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprob[:, None]).mul_(p).neg_()
-            mine, place = owned(targets, start, len(head))
-            grad.scatter_add_(1, place, (grad_logprob * mine)[:, None])
-            grad = grad.div_(temperature).to(states.dtype)
-            grad_states.append(grad @ head)
-            grad_head += grad.T @ states_       # in fp32: over many chunks bf16 would lose the small ones
-        grad_states = torch.cat(grad_states)
-        dist.all_reduce(grad_states, group=group)
-        return grad_states, grad_head.to(head.dtype), None, None, None, None
-
-
-def owned(targets, start: int, count: int):
-    """Which targets [n] are among the `count` ids from `start` on [n], and their places there [n, 1] (else any)."""
-    place = targets - start
-    return (place >= 0) & (place < count), place.clamp(0, count - 1)[:, None]
-
-
+# ------------------------------------------------ 8. Log-probs --------------------------------------------------------
 def model_logprobs(model, tp: DeviceMesh, batch: Batch, temperature: float, vocab_size: int):
     """Log-probs [N] and entropies [N], fp32. A method of the model, so that FSDP gathers the weights for it."""
     states = model.model(batch.ids, position_ids=batch.positions, use_cache=False, bounds=batch.bounds,
@@ -541,54 +522,23 @@ def model_logprobs(model, tp: DeviceMesh, batch: Batch, temperature: float, voca
     return HeadLogprobs.apply(states, head, batch.targets, temperature, vocab_size, tp)
 
 
-# ------------------------------------------------ 10. Actor -----------------------------------------------------------
-class Actor:
-    """The policy that learns: a sharded model and its optimiser."""
+# ------------------------------------------------ 9. Actor -----------------------------------------------------------
+class Policy:
+    """A model, sharded over the mesh, that says how likely tokens are; as it is, the reference of --kl_coef."""
 
     def __init__(self, path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
-        self.config, self.dp = config, mesh["dp"]
-        self.on_the_way = dict(limit=config.bucket_mb * 2**20, device=config.device, dtype=getattr(torch, config.dtype))
-        self.model = sharded_model(path, mesh, config)
+        self.config, self.mesh = config, mesh
+        self.model = self.build(path)
         dcp.load(self.weights(), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
         self.logprobs = partial(self.model.logprobs, temperature=config.temperature, vocab_size=vocab_size)
-        self.parameters = list(self.model.parameters())     # now: once gathered, FSDP shows other tensors
-        self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0,
-                                           fused=True)
-        self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
-                                       config.steps * config.updates_per_step)
 
-    def update(self, updates: list[list[Batch]]) -> dict[str, float]:
-        """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
-        sums, worst, norms = torch.zeros(7, device=self.config.device), 0.0, []
-        for batches in updates:
-            for batch in tqdm(batches, desc="update", leave=False, disable=None if dist.get_rank() == 0 else True):
-                logprobs, entropy = self.logprobs(batch)
-                old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-                loss, clipped = policy_loss(logprobs, old_logprobs, batch.advantages, batch.weights,
-                                            self.config.clip_low, self.config.clip_high)
-                loss.backward()
-                real = batch.weights > 0
-                compared = real & (old_logprobs is not batch.engine_logprobs)
-                gap = (old_logprobs - batch.engine_logprobs).abs() * compared
-                parts = (loss.detach(), (entropy * real).sum(), (clipped & real).sum(), real.sum(), gap.sum(),
-                         (gap.exp() * compared).sum(), compared.sum())
-                sums += torch.stack(parts)
-                worst = max(worst, gap.max())
-            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm, foreach=True))
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-        loss, entropy, clipped, tokens, gap, exp_gap, compared = reduce(sums.tolist(), self.dp)
-        (worst,) = reduce([float(worst)], self.dp, dist.ReduceOp.MAX)
-        return dict(loss=loss / len(updates), entropy=entropy / tokens, clip_fraction=clipped / tokens,
-                    grad_norm=fmean(norm.full_tensor().item() for norm in norms), logprob_diff_max=worst,
-                    logprob_diff=gap / (compared or 1), logprob_diff_exp=exp_gap / (compared or 1))
+    def build(self, path: str):
+        """The sharded model, not yet filled."""
+        return shard(empty_model(path), self.mesh, self.config)
 
     def move(self, device: str):
-        """Takes the weights and Adam's state to a device: out of the engine's way, or back."""
+        """Takes everything to a device: out of the engine's way, or back."""
         self.model.to(device)
-        for state in self.optimizer.state.values():
-            state |= {name: value.to(device) for name, value in state.items()}
         if device == "cpu" and GPU:
             torch.cuda.empty_cache()
 
@@ -597,6 +547,59 @@ class Actor:
         tied = self.model.config.tie_word_embeddings
         return {name: value for name, value in self.model.state_dict().items()
                 if not (tied and name == "lm_head.weight")}
+
+
+class Actor(Policy):
+    """The policy that learns: a sharded model and its optimiser."""
+    summarize = staticmethod(update_metrics)
+
+    def __init__(self, path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
+        super().__init__(path, mesh, config, vocab_size)
+        self.on_the_way = dict(limit=config.bucket_mb * 2**20, device=config.device, dtype=getattr(torch, config.dtype))
+        self.parameters = list(self.model.parameters())     # now: once gathered, FSDP shows other tensors
+        self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0,
+                                           fused=True)
+        self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
+                                       config.steps * config.updates_per_step)
+
+    def update(self, updates: list[list[Batch]]) -> dict[str, float]:
+        """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
+        sums, worst, norms = Counter(), 0.0, []
+        for batches in updates:
+            for batch in tqdm(batches, desc="update", leave=False, disable=None if dist.get_rank() == 0 else True):
+                loss, counts, gap = self.loss(batch)
+                loss.backward()
+                for name, value in (counts | {"loss": loss.detach()}).items():
+                    sums[name] += value
+                worst = max(worst, gap)
+            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm, foreach=True))
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        totals = dict(zip(sums, reduce(torch.stack([*sums.values()]).tolist(), self.mesh["dp"])))
+        (worst,) = reduce([float(worst)], self.mesh["dp"], dist.ReduceOp.MAX)
+        return self.summarize(totals, len(updates)) | {
+            "logprob_diff_max": worst, "grad_norm": fmean(norm.full_tensor().item() for norm in norms)}
+
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+        """The loss of a micro-batch, sums over its tokens for `update_metrics`, and the largest gap to the engine."""
+        logprobs, entropy = self.logprobs(batch)
+        loss, cut = policy_loss(logprobs, entropy, batch, self.config)
+        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+        real = batch.weights > 0
+        compared = real & (old_logprobs is not batch.engine_logprobs)
+        gap = (old_logprobs - batch.engine_logprobs).abs() * compared
+        sums = dict(tokens=real, entropy=entropy.detach() * real, cut=cut & real, compared=compared, gap=gap,
+                    exp_gap=gap.exp() * compared)
+        if self.config.kl_coef:
+            sums["kl"] = kl_divergence(logprobs.detach(), batch.ref_logprobs, "k3") * real
+        return loss, {name: value.sum().float() for name, value in sums.items()}, gap.max()
+
+    def move(self, device: str):
+        """Adam's state goes with the weights."""
+        for state in self.optimizer.state.values():
+            state |= {name: value.to(device) for name, value in state.items()}
+        super().move(device)
 
     def whole_weights(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Names and whole tensors in the run's dtype, bucket by bucket; all ranks take them together."""
@@ -607,7 +610,7 @@ class Actor:
         export(self.weights(), folder, self.model.config, **self.on_the_way)
 
 
-# ------------------------------------------------ 11. SGLang ----------------------------------------------------------
+# ------------------------------------------------ 10. SGLang ----------------------------------------------------------
 class SGLangEngine:
     """Samples with SGLang and keeps its weights new; `link` is the way to it: on the trainer's GPUs, or on servers."""
     exact = False       # its kernels are not the actor's: log-probs differ by more than the order of a sum
@@ -656,19 +659,12 @@ class SGLangEngine:
 
 
 # ================================================ Part III: the loop ==================================================
-def prompt_order(step: int, rows: int, config: Config) -> list[tuple[int, int]]:
-    """The prompts of a step, from 1 on, as (place in the run, row): every epoch is a permutation of its own."""
-    places = range((step - 1) * config.prompts_per_step, step * config.prompts_per_step)
-    orders = {epoch: torch.randperm(rows, generator=torch.Generator().manual_seed(hash((config.seed, epoch)))).tolist()
-              for epoch in {place // rows for place in places}}
-    return [(place, orders[place // rows][place % rows]) for place in places]
-
-
 class Trainer:
     """Act, compare, learn, publish. A recipe may subclass it."""
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
-        self.config, self.reward_fn, self.env_step, self.times = config, reward_fn, env_step, Counter()
+        self.config, self.reward_fn, self.env_step = config, reward_fn, env_step
+        self.times, self.draws = Counter(), 0
         self.mesh = init_distributed(config)
         config.output_dir = find_folder(config.output_dir)
         path, context = find_model(config.model, self.mesh["tp"].size())
@@ -679,6 +675,8 @@ class Trainer:
         engine_class = LocalEngine if config.engine == "local" else SGLangEngine
         self.engine = engine_class(path, self.tokenizer, self.mesh, config)
         self.actor = Actor(path, self.mesh, config, self.engine.vocab_size)
+        self.reference = Policy(path, self.mesh, config, self.engine.vocab_size) if config.kl_coef else None
+        self.models = [model for model in (self.actor, self.reference) if model]
         self.gate = Gate(config, self.actor.model.config.tie_word_embeddings, self.probe, self.rescore)
         self.log = RunLog(asdict(config), __file__, self.tokenizer, enabled=dist.get_rank() == 0)
 
@@ -702,24 +700,43 @@ class Trainer:
 
     def step(self, step: int) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""
-        config = self.config
         self.times = Counter({"time_reward": 0.0})
         with self.timed("step"):
-            with self.timed("rollout"):
-                prompts = prompt_order(step, len(self.data), config)
-                samples = self.act(self.data, prompts, config.group_size, config.temperature)
-            with self.timed("wait"):        # for the ranks that are not through
-                samples = gather(samples, self.mesh["dp"])
-            self.compare(samples)
+            samples = self.rollout()
             self.swap(to="actor")
-            with self.timed("logprobs"):
-                updates = self.batches(samples)
-            with self.timed("update"):
-                metrics = self.actor.update(updates)
-            metrics |= self.publish()
+            metrics = self.learn(samples) | self.publish()
             self.gate.judge_rollout(metrics["logprob_diff"])
             self.swap(to="engine")
-        return metrics | self.speed(samples), samples
+        return metrics | speed(self.actor.model.config, samples, self.times, self.mesh["dp"]), samples
+
+    def rollout(self) -> list[Sample]:
+        """The samples of a step, of all ranks; with --dynamic_sampling of groups that teach, if enough of them come."""
+        config, size, chosen, others = self.config, self.config.group_size, [], []
+        for _ in range(1 + config.dynamic_sampling):
+            self.draws += 1
+            with self.timed("rollout"):
+                prompts = prompt_order(self.draws, len(self.data), config)
+                played = self.act(self.data, prompts, size, config.temperature)
+            with self.timed("wait"):        # for the ranks that are not through
+                played = gather(played, self.mesh["dp"])
+            for group in (played[i:i + size] for i in range(0, len(played), size)):
+                teaches = not config.dynamic_sampling or len({sample.reward for sample in group}) > 1
+                (chosen if teaches else others).extend(group)
+            if len(chosen) >= len(played):
+                break
+        return (chosen + others)[:len(played)]
+
+    def learn(self, samples: list[Sample]) -> dict[str, float]:
+        """Compares the samples with each other, and updates the actor."""
+        with self.timed("logprobs"):
+            if self.reference:
+                found = self.token_values(samples, lambda batch: self.reference.logprobs(batch)[0])
+                for sample, logprobs in zip(samples, found):
+                    sample.ref_logprobs = logprobs
+            self.compare(samples)
+            updates = self.batches(samples)
+        with self.timed("update"):
+            return self.actor.update(updates)
 
     def swap(self, to: str):
         """Frees the devices for the next phase: of the engine for the actor, with --offload the other way, too."""
@@ -727,7 +744,8 @@ class Trainer:
             if to == "actor":
                 self.engine.sleep()
             if self.config.offload:
-                self.actor.move(self.config.device if to == "actor" else "cpu")
+                for model in self.models:
+                    model.move(self.config.device if to == "actor" else "cpu")
 
     def publish(self, start: bool = False) -> dict[str, float]:
         """Hands the actor's weights to the engine, and lets the gate see whether they arrived."""
@@ -735,14 +753,6 @@ class Trainer:
             self.engine.push(self.actor.whole_weights())
         with self.timed("gate"):
             return self.gate.check(start)
-
-    def speed(self, samples: list[Sample]) -> dict[str, float]:
-        """What a step's time and memory went into, over all ranks; idle is the share spent waiting for a rollout."""
-        dp = self.mesh["dp"]
-        (wait,) = reduce([self.times["time_wait"]], dp)
-        (memory,) = reduce([peak_gb()], dp, dist.ReduceOp.MAX)
-        return self.times | {"idle": wait / dp.size() / self.times["time_step"], "peak_gb": memory} | speed(
-            self.actor.model.config, samples, self.times, dist.get_world_size())
 
     def save(self, name: str):
         """Exports the model into the run's folder. It gets its name when it is whole; only then the last one goes."""
@@ -787,7 +797,7 @@ class Trainer:
 
         await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns, self.room)
         with self.timed("reward"):      # a sum over samples, within time_rollout; waits of async rewards overlap
-            sample.reward = await score(sample, self.reward_fn)
+            sample.rewards = await score(sample, self.reward_fn)
         return sample
 
     def probe(self, rows: list[int], temperature: float, limit: int) -> list[Sample]:
@@ -801,18 +811,31 @@ class Trainer:
     @torch.no_grad()
     def rescore(self, samples: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """For the gate: ids [N] of the tokens that an engine made, its log-probs [N], and the actor's [N]."""
-        batch = make_batch(samples, [1.0] * len(samples), self.config.device)
+        batch = make_batch(samples, self.config.device)
         logprobs, _ = self.actor.logprobs(batch, temperature=temperature)
         self.actor.model.reshard()      # else what the root has gathered stays until a backward pass
         return batch.targets.cpu(), batch.engine_logprobs.cpu(), logprobs.cpu()
 
+    @torch.no_grad()
+    def token_values(self, samples: list[Sample], model) -> list[list[float]]:
+        """What model(batch), [N], says of samples that all ranks have, a list [T] for each. Ranks share the work."""
+        found, place = [], {id(sample): i for i, sample in enumerate(samples)}
+        for batch in self.share(samples, samples[0]):
+            found += zip((place[id(sample)] for sample in batch.samples), by_sample(batch, model(batch)))
+        found = dict(gather(found, self.mesh["dp"]))
+        return [found[i] for i in range(len(samples))]
+
     def compare(self, samples: list[Sample]):
         """Sets the advantages of whole groups."""
-        row = ALGORITHMS[self.config.algo]
-        rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-        advantages = group_advantages(rewards.view(-1, self.config.group_size), row["baseline"], row["normalize"])
-        for sample, advantage in zip(samples, advantages.flatten().tolist()):
-            sample.advantage = advantage
+        config, tokens, returns = self.config, make_batch(samples, "cpu"), []
+        for sample, paid in zip(samples, penalties(tokens, config)):
+            steps = list(itertools.compress(sample.steps, sample.mask))
+            returns += returns_to_go(sample.rewards, steps, paid, config.gamma)
+        groups = dict(sequences=tokens.sequences, size=config.group_size)
+        advantages = above_baseline(torch.tensor(returns, dtype=torch.float64), **groups, baseline=config.baseline)
+        advantages = normalized(advantages, steps=tokens.steps, **groups, normalize=config.normalize)
+        for sample, values in zip(samples, by_sample(tokens, advantages)):
+            sample.advantages = values
 
     def batches(self, samples: list[Sample]) -> list[list[Batch]]:
         """The micro-batches of this rank for each optimiser step, from the samples of all ranks."""
@@ -832,14 +855,27 @@ class Trainer:
         return batch.engine_logprobs if self.engine.exact else self.actor.logprobs(batch)[0]
 
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
-        """Packs the samples of one optimiser step. Those without advantage, and so without gradient, only count."""
-        config, dp, aggregation = self.config, self.mesh["dp"], ALGORITHMS[self.config.algo]["aggregation"]
-        trained = [sample for sample in samples if sample.advantage] or samples[:1]
-        packs = pack(trained, config.tokens_per_micro_batch, dp.size())
-        idle = make_batch(samples[:1], [0.0], config.device)     # FSDP wants as many passes on each rank
-        return [make_batch(part, [token_weight(aggregation, sum(sample.mask), len(samples), config.max_new_tokens)
-                                  for sample in part], config.device) if part else idle
-                for part in packs[dp.get_local_rank()::dp.size()]]
+        """Packs the samples of one optimiser step. Those that leave no gradient only count in the weights."""
+        config = self.config
+        counted = [sample for sample in samples if not (config.mask_truncated and sample.truncated)]
+        always = config.entropy_coef or config.kl_coef and config.kl_in == "loss"
+        batches = self.share([sample for sample in counted if always or any(sample.advantages)], samples[0])
+        for batch in batches:
+            batch.weights *= token_weights(batch, config.aggregation, counted or samples, config.max_new_tokens)
+        return batches
+
+    def share(self, samples: list[Sample], filler: Sample) -> list[Batch]:
+        """This rank's micro-batches of samples that all ranks have.
+
+        FSDP wants as many on each rank: one that gets none runs the filler, with a weight of 0.
+        """
+        dp = self.mesh["dp"]
+        packs = pack(samples, self.config.tokens_per_micro_batch, dp.size())
+        mine = packs[dp.get_local_rank()::dp.size()]
+        batches = [make_batch(part or [filler], self.config.device) for part in mine]
+        for part, batch in zip(mine, batches):
+            batch.weights *= bool(part)
+        return batches
 
 
 def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer_class=Trainer):
@@ -853,6 +889,7 @@ def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
         end(message, code)
+    dist.barrier()          # nobody leaves before rank 0 has written everything
     dist.destroy_process_group()
 
 

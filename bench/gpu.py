@@ -53,9 +53,10 @@ def make_batches(tokens: int, micro_batches: int, vocab_size: int, device: str) 
     count, batches = tokens // SEQUENCE, []
     for _ in range(micro_batches):
         ids = torch.randint(0, vocab_size, (count, SEQUENCE)).tolist()
-        samples = [train.Sample([], {}, row, mask, [-1.0] * SEQUENCE, advantage=(-1.0) ** i)
+        samples = [train.Sample([], {}, row, mask, [-1.0] * SEQUENCE, advantages=[(-1.0) ** i] * SEQUENCE)
                    for i, row in enumerate(ids)]
-        batches.append(train.make_batch(samples, [1e-5] * count, device))
+        batches.append(train.make_batch(samples, device))
+        batches[-1].weights *= 1e-5
     return batches
 
 

@@ -33,6 +33,7 @@ from transformers import (
 
 import train
 from bench import measure
+from tools.kernels import HeadLogprobs
 from tools.plan import PlanConfig, plan
 from train import GPU, Actor, Sample, init_distributed, make_batch
 
@@ -59,8 +60,10 @@ def full_batch(tokens: int, device: str):
     """A packed batch of sequences of 1024 tokens, the last one shorter."""
     lengths = [min(1024, tokens - begin) for begin in range(0, tokens, 1024)]
     samples = [Sample([], {}, [5] * length, [0] * (length // 4) + [1] * (length - length // 4), [-1.0] * length,
-                      advantage=1.0) for length in lengths]
-    return make_batch(samples, [0.01] * len(samples), device)
+                      advantages=[1.0] * length) for length in lengths]
+    batch = make_batch(samples, device)
+    batch.weights *= 0.01
+    return batch
 
 
 def plain(logits, targets, temperature: float):
@@ -155,7 +158,7 @@ def head_peak(case: dict) -> int:
 
     def work():
         logprobs, _ = (plain(states @ head.T, targets, 1.0) if case["plain"] else
-                       train.HeadLogprobs.apply(states, head, targets, 1.0, len(head), mesh["tp"]))
+                       HeadLogprobs.apply(states, head, targets, 1.0, len(head), mesh["tp"]))
         logprobs.sum().backward()
         states.grad = head.grad = None
 

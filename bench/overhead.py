@@ -45,8 +45,7 @@ def main():
         return exchange(items, mesh)
 
     train.gather = gather
-    train.pack = clocked(spent, "packing", train.pack)
-    train.make_batch = clocked(spent, "packing", train.make_batch)
+    trainer.batches = clocked(spent, "packing", trainer.batches)
     trainer.compare = clocked(spent, "advantages", trainer.compare)
     trainer.engine.push = clocked(spent, "push", trainer.engine.push)
     trainer.log.write = clocked(spent, "log", trainer.log.write)

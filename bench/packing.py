@@ -30,7 +30,7 @@ def make_samples(count: int) -> list[train.Sample]:
     for i, length in enumerate(lengths):
         ids = torch.randint(3, 500, (PROMPT + length,), generator=generator).tolist()
         samples.append(train.Sample([], {}, ids, [0] * PROMPT + [1] * length, [-1.0] * len(ids),
-                                    advantage=(-1.0) ** i))
+                                    advantages=[(-1.0) ** i] * len(ids)))
     return samples
 
 
@@ -45,12 +45,12 @@ def padded_packs(samples: list[train.Sample], budget: int) -> list[list[train.Sa
     return packs
 
 
-def padded_batch(samples: list[train.Sample], weight) -> train.Batch:
+def padded_batch(samples: list[train.Sample]) -> train.Batch:
     """A rectangle [B, longest], laid out as one row of T = B longest tokens; the padding is not trained."""
     longest = max(len(sample.ids) for sample in samples)
-    filled = [replace(sample, ids=sample.ids + [0] * (longest - len(sample.ids)),
-                      mask=sample.mask + [0] * (longest - len(sample.ids))) for sample in samples]
-    batch = train.make_batch(filled, [weight(sample) for sample in samples], "cpu")
+    filled = [replace(sample, **{name: getattr(sample, name) + [0] * (longest - len(sample.ids))
+                                 for name in ("ids", "mask", "logprobs", "advantages")}) for sample in samples]
+    batch = train.make_batch(filled, "cpu")
     return replace(batch, ids=batch.ids.view(-1, longest), positions=batch.positions.view(-1, longest))
 
 
@@ -85,15 +85,13 @@ def main():
     AttentionInterface.register("rectangle", rectangle_attention)
     samples = make_samples(flags.samples)
 
-    def weight(sample):
-        return train.token_weight("sequence", sum(sample.mask), len(samples), config.max_new_tokens)
-
     by_length = sorted(samples, key=lambda sample: len(sample.ids))
     batches = {
-        "packed": [train.make_batch(part, [weight(sample) for sample in part], "cpu")
-                   for part in train.pack(samples, flags.budget, 1)],
-        "padded": [padded_batch(part, weight) for part in padded_packs(samples, flags.budget)],
-        "padded, sorted": [padded_batch(part, weight) for part in padded_packs(by_length, flags.budget)]}
+        "packed": [train.make_batch(part, "cpu") for part in train.pack(samples, flags.budget, 1)],
+        "padded": [padded_batch(part) for part in padded_packs(samples, flags.budget)],
+        "padded, sorted": [padded_batch(part) for part in padded_packs(by_length, flags.budget)]}
+    for batch in sum(batches.values(), []):
+        batch.weights = train.token_weights(batch, "sequence", samples, config.max_new_tokens)
     actors = {name: make_actor(config, mesh, "packed", train.model_logprobs) if name == "packed" else
               make_actor(config, mesh, "rectangle", padded_logprobs) for name in batches}
     norms = {name: actor.update([batches[name]])["grad_norm"] for name, actor in actors.items()}

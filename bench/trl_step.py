@@ -30,7 +30,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from bench import measure
-from train import TINY, Config, RLDataset, Sample, Trainer, env_step, prompt_order, reward_fn
+from tools.inputs import prompt_order
+from train import TINY, Config, RLDataset, Sample, Trainer, env_step, reward_fn
 
 NEEDED = "trl==1.16.0"
 DEFAULT = 8     # TRL's own size of a micro-batch; by default it also recomputes activations

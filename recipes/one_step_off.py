@@ -10,15 +10,15 @@ arXiv:2505.24298. `logprob_diff` is 0 by that choice; `gate_diff` still says whe
 """
 import asyncio
 import threading
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from transformers.hf_argparser import HfArg
 
-from tools.inputs import UserError
-from train import Batch, Config, Sample, Trainer, gather, main, prompt_order
+from tools.inputs import UserError, prompt_order
+from train import Batch, Config, Sample, Trainer, gather, main
 
 
 @dataclass
@@ -32,6 +32,8 @@ class OneStepOffConfig(Config):
             raise UserError("--engine must name servers, http://host:port[,http://...]: they sample all the time")
         if self.offload:
             raise UserError("--offload has no use here: the actor learns while the servers sample")
+        if self.dynamic_sampling:
+            raise UserError("--dynamic_sampling must be 0 here: what to sample is not known ahead of time")
         if self.max_staleness < 0:
             raise UserError(f"--max_staleness must be 0 or more, not {self.max_staleness}")
 
@@ -45,31 +47,26 @@ class OneStepOff(Trainer):
         threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
 
     def begin(self, last: int):
-        """Begins the rollouts of all steps up to `last`, as far as they are not."""
+        """Begins the rollouts up to number `last`, as far as they are not."""
         config = self.config
-        for step in range(self.begun + 1, min(last, config.steps) + 1):
-            prompts = prompt_order(step, len(self.data), config)
+        for draw in range(self.begun + 1, min(last, config.steps) + 1):
+            prompts = prompt_order(draw, len(self.data), config)
             episodes = self.episodes(self.data, prompts, config.group_size, config.temperature)
             self.ahead.append(asyncio.run_coroutine_threadsafe(together(episodes), self.engine.loop))
-            self.begun = step
+            self.begun = draw
 
-    def step(self, step: int) -> tuple[dict[str, float], list[Sample]]:
-        """One step: takes a rollout that was begun some steps ago, learns from it, publishes."""
-        self.times = Counter({"time_reward": 0.0})
-        with self.timed("step"):
-            self.begin(step + self.config.max_staleness)
-            with self.timed("rollout"):         # what is left of it to wait for
-                samples = gather(self.ahead.popleft().result(), self.mesh["tp"])
-            with self.timed("wait"):
-                samples = gather(samples, self.mesh["dp"])
-            metrics = self.staleness(samples)
-            self.compare(samples)
-            with self.timed("logprobs"):
-                updates = self.batches(samples)
-            with self.timed("update"):
-                metrics |= self.actor.update(updates)
-            metrics |= self.publish()
-        return metrics | self.speed(samples), samples
+    def rollout(self) -> list[Sample]:
+        """The samples of a rollout that was begun some steps ago, of all ranks."""
+        self.draws += 1
+        self.begin(self.draws + self.config.max_staleness)
+        with self.timed("rollout"):         # what is left of it to wait for
+            samples = gather(self.ahead.popleft().result(), self.mesh["tp"])
+        with self.timed("wait"):
+            return gather(samples, self.mesh["dp"])
+
+    def learn(self, samples: list[Sample]) -> dict[str, float]:
+        """As ever, and says how old the samples are."""
+        return self.staleness(samples) | super().learn(samples)
 
     def old_logprobs(self, batch: Batch, update: int) -> torch.Tensor:
         """The policy that the ratio starts from, [N], is the sampler: whatever mixture of weights that was."""

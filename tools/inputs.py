@@ -113,6 +113,14 @@ def check_prompts(datasets: list, encode, room: int):
                                 f"context less --max_new_tokens leaves room for {room}")
 
 
+def prompt_order(draw: int, rows: int, config) -> list[tuple[int, int]]:
+    """The prompts of a draw, from 1 on, as (place in the run, row): every epoch is a permutation of its own."""
+    places = range((draw - 1) * config.prompts_per_step, draw * config.prompts_per_step)
+    orders = {epoch: torch.randperm(rows, generator=torch.Generator().manual_seed(hash((config.seed, epoch)))).tolist()
+              for epoch in {place // rows for place in places}}
+    return [(place, orders[place // rows][place % rows]) for place in places]
+
+
 def lost_contact(error: RuntimeError) -> str:
     """What a broken connection between ranks means, in one line; empty for any other error. gloo's have no type."""
     said = brief(error)

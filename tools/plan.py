@@ -22,7 +22,8 @@ from transformers.hf_argparser import HfArg
 
 from local_engine import LocalEngine
 from tools.inputs import FAMILIES, JSON, UserError, brief, parse_flags
-from train import CHUNK, TINY, Config
+from tools.kernels import CHUNK
+from train import TINY, Config
 
 CONTEXT = 1.5e9     # bytes of a process on a GPU: CUDA's context, buffers of NCCL and cuBLAS. Assumed, not measured
 GAPS = 0.1          # of the trainer's bytes on a GPU: what CUDA's caching allocator cannot use. Assumed, not measured
@@ -148,6 +149,7 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
     s, several, samples, learns = n.s, n.shards > 1, *engine_bytes(config, n, ranks)
     tokens = max(config.tokens_per_micro_batch, longest(config))                # a sequence is never cut
     held = {"parameters": 4 * n.whole / n.shards, "Adam": 8 * n.whole / n.shards}       # Adam has two moments
+    held |= {"reference": 4 * n.whole / n.shards} if config.kl_coef else {}
     update = held | {"engine": learns, "gradients": 4 * n.whole / n.shards}
     saved = tokens * saved_by_layer(n)
     kept = (tokens * s * n.hidden if config.gradient_checkpointing else saved) * n.layers       # inputs only, or all

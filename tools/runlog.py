@@ -7,12 +7,14 @@ import os
 import shutil
 import sys
 from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 
 from tqdm import tqdm
 
 from tools.curve import draw
+from tools.diagnose import Diagnosis
 
 # In a step's line, in this order; the reward's own metrics follow.
 SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", "grad_norm": ".2f",
@@ -44,7 +46,7 @@ class RunLog:
         shutil.copy(source, self.folder / "train.py")
         self.metrics = (self.folder / "metrics.jsonl").open("w")
         self.samples = (self.folder / "samples.jsonl").open("w")
-        self.wandb = start_wandb(config)
+        self.wandb, self.diagnosis = start_wandb(config), Diagnosis(config)
         say(f"{config['model']} learns {config['data']}; all of this run is in {self.folder}")
 
     def write(self, step: int, metrics: dict[str, float], samples: list):
@@ -60,11 +62,15 @@ class RunLog:
         shown |= {name: format(value, ".2f") for name, value in habits.items() if name not in shown}
         say(f"step {step} | " + " | ".join(f"{name} {text}" for name, text in shown.items()))
         if samples:
-            say(f"{'':{len(str(step)) + 5}} | {speed_text(record)}")
+            margin = " " * len(f"step {step}")
+            say(f"{margin} | {speed_text(record)}")
+            diagnosis = self.diagnosis(record, samples)
+            if diagnosis:
+                say(f"{margin} | {diagnosis}")
         self.metrics.write(json.dumps(record) + "\n")
         self.metrics.flush()
         for sample in samples:
-            self.samples.write(json.dumps({"step": step} | vars(sample), default=str) + "\n")
+            self.samples.write(json.dumps({"step": step} | sample_record(sample), default=str) + "\n")
         self.samples.flush()
         if self.wandb:
             self.wandb.log(record, step=step)
@@ -86,6 +92,20 @@ class RunLog:
         if self.wandb:
             self.wandb.finish()
         say(f"done: {self.folder / 'model'} is a Hugging Face model; {self.folder / 'curve.png'} shows how it learned")
+
+
+def sample_record(sample) -> dict:
+    """What samples.jsonl keeps of a sample: all but what is empty; of lists [T], but ids and mask, the trained tokens'.
+
+    Advantages that are all the same, as where a completion has one, are a number.
+    """
+    record = {name: value for name, value in vars(sample).items() if value not in ([], {})}
+    for name in record.keys() - {"ids", "mask", "messages", "rewards"}:
+        if isinstance(record[name], list) and len(record[name]) == len(sample.ids):
+            record[name] = list(compress(record[name], sample.mask))
+    if len(set(record.get("advantages", ()))) == 1:
+        record["advantages"] = record["advantages"][0]
+    return record | {"reward": sample.reward}
 
 
 def summary(samples: list) -> dict[str, float]:

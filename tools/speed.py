@@ -1,4 +1,4 @@
-"""How fast a step was: tokens a second by phase, idle share, memory, and the MFU of the update.
+"""A step in numbers: means over its tokens; tokens a second by phase, idle share, memory, the MFU of the update.
 
 MFU (Chowdhery et al., arXiv:2204.02311, appendix B) is the share of a GPU's peak that the model's own arithmetic takes:
 what gradient checkpointing computes twice counts once. `forward_flops` counts in the open.
@@ -6,6 +6,9 @@ what gradient checkpointing computes twice counts once. `forward_flops` counts i
 import resource
 
 import torch
+import torch.distributed as dist
+
+from tools.ranks import reduce
 
 # Dense bf16 FLOP/s of one card, by what its name contains (the makers' data sheets); without an entry there is no MFU.
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
@@ -34,19 +37,31 @@ def peak_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
-def speed(config, samples: list, times: dict[str, float], ranks: int) -> dict[str, float]:
-    """Tokens a second of all ranks together: sampled, and trained on; and the MFU of the update on a known GPU.
+def update_metrics(sums: dict[str, float], updates: int) -> dict[str, float]:
+    """Means over the trained tokens of all ranks, from what `Actor.loss` counts."""
+    tokens, compared = sums["tokens"] or 1, sums["compared"] or 1
+    means = dict(loss=sums["loss"] / updates, entropy=sums["entropy"] / tokens, clip_fraction=sums["cut"] / tokens,
+                 logprob_diff=sums["gap"] / compared, logprob_diff_exp=sums["exp_gap"] / compared)
+    return means | ({"kl": sums["kl"] / tokens} if "kl" in sums else {})
 
-    Trained on is what the update runs through, prompts included; samples without advantage are not among it.
+
+def speed(config, samples: list, times: dict[str, float], dp) -> dict[str, float]:
+    """What a step's time and memory went into, over all ranks of the mesh dp; `times` are in seconds.
+
+    Tokens a second are of all ranks together. Trained on is what the update runs through, prompts included; samples
+    without advantage are not among it. Idle is the share of the time that ranks wait for the slowest one's rollout.
     """
-    learned = [sample for sample in samples if sample.advantage]
+    learned = [sample for sample in samples if any(sample.advantages)]
     lengths = [len(sample.ids) for sample in learned]
-    metrics = {"rollout_tokens_per_s": sum(sum(sample.mask) for sample in samples)
-               / (times["time_rollout"] + times["time_wait"]),
-               "train_tokens_per_s": sum(lengths) / (times["time_logprobs"] + times["time_update"])}
+    (wait,), (memory,) = reduce([times["time_wait"]], dp), reduce([peak_gb()], dp, dist.ReduceOp.MAX)
+    metrics = times | {
+        "idle": wait / dp.size() / times["time_step"], "peak_gb": memory,
+        "rollout_tokens_per_s": sum(sum(sample.mask) for sample in samples)
+        / (times["time_rollout"] + times["time_wait"]),
+        "train_tokens_per_s": sum(lengths) / (times["time_logprobs"] + times["time_update"])}
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peak = next((flops for card, flops in PEAKS.items() if card in name), None)
     if peak:
         flops = 3 * forward_flops(config, lengths, sum(sum(sample.mask) for sample in learned))     # backward: twice
-        metrics["mfu"] = flops / times["time_update"] / ranks / peak
+        metrics["mfu"] = flops / times["time_update"] / dist.get_world_size() / peak
     return metrics

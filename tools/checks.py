@@ -1,0 +1,54 @@
+"""What may not be in a configuration: numbers out of their range, and flags that would do nothing beside others."""
+import math
+from importlib.util import find_spec
+
+from tools.inputs import UserError
+
+POSITIVE = ("prompts_per_step", "group_size", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
+            "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout", "dp_replicate", "gamma")
+NOT_NEGATIVE = ("clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tis_cap", "dynamic_sampling",
+                "overlong_buffer", "warmup_steps", "eval_every", "save_every")
+
+
+def check_config(config, given: set[str]):
+    """Raises UserError for what cannot be. `given` are the flags that have a value which --algo did not choose."""
+    for name in POSITIVE:
+        if not 0 < getattr(config, name) < math.inf:
+            raise UserError(f"--{name} must be above 0, not {getattr(config, name)}")
+    for name in NOT_NEGATIVE:
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            raise UserError(f"--{name} must be 0 or more, not {value}")
+    if 0 < config.dual_clip <= 1:
+        raise UserError(f"--dual_clip must be above 1, or 0 for none, not {config.dual_clip}")
+    if config.overlong_buffer > 1:
+        raise UserError(f"--overlong_buffer is a share of --max_new_tokens, 1 at most, not {config.overlong_buffer}")
+    if config.overlong_buffer and config.max_turns > 1:
+        raise UserError("--overlong_buffer must be 0 with --max_turns above 1: it measures a completion of one turn")
+    if config.group_size < 2 and compares_groups(config):
+        raise UserError(f"--group_size must be 2 or more, not {config.group_size}: a group is its own measure with "
+                        f"--baseline {config.baseline} and --normalize {config.normalize}")
+    if config.engine not in ("sglang", "local") and not config.engine.startswith(("http://", "https://")):
+        raise UserError(f"--engine must be auto, sglang, local or http://host:port, not {config.engine}")
+    if config.engine != "local" and not find_spec("sglang"):
+        raise UserError(f"--engine {config.engine}: sglang is not installed; requirements.txt has it")
+    refuse_idle(config, given)
+
+
+def compares_groups(config) -> bool:
+    """Whether an advantage depends on the rest of a group."""
+    return config.baseline != "none" or config.normalize == "group"
+
+
+def refuse_idle(config, given: set[str]):
+    """Raises UserError for a flag that was given and would do nothing."""
+    cases = (
+        ("clip_low clip_high ratio", config.surrogate == "reinforce", "--surrogate reinforce has no ratio"),
+        ("dual_clip", config.surrogate != "clip", "only --surrogate clip has a bound for A < 0"),
+        ("kl_estimator kl_in", not config.kl_coef, "--kl_coef is 0"),
+        ("dynamic_sampling", not compares_groups(config), f"it looks for groups that teach, and --algo {config.algo} "
+         "compares no groups"))
+    for names, idle, why in cases:
+        for name in names.split():
+            if idle and name in given and getattr(config, name):
+                raise UserError(f"--{name} {getattr(config, name)} would do nothing: {why}")

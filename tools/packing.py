@@ -1,0 +1,57 @@
+"""Samples without padding: which of them share a micro-batch, and where each token then lies.
+
+A sample is anything that has lists per token, ids and mask among them. T counts the tokens of a micro-batch, N those
+that are trained.
+"""
+import itertools
+import math
+from heapq import heapreplace
+
+import torch
+from torch.nn.functional import pad
+
+
+def pack(samples: list, budget: int, ranks: int) -> list[list]:
+    """Splits samples into micro-batches of about equal size and at most `budget` tokens, as many for each rank.
+
+    A sample above the budget gets one of its own. The longest goes first, always to the emptiest micro-batch (Graham
+    1969, doi:10.1137/0117039). Where samples are fewer than ranks, some stay empty.
+    """
+    samples = sorted(samples, key=lambda sample: len(sample.ids), reverse=True)
+    fewest = math.ceil(sum(min(len(sample.ids), budget) for sample in samples) / budget / ranks) or 1
+    for count in itertools.count(fewest * ranks, ranks):
+        packs, sizes = [[] for _ in range(count)], [(0, i) for i in range(count)]
+        for sample in samples:
+            size, i = sizes[0]
+            heapreplace(sizes, (size + len(sample.ids), i))
+            packs[i].append(sample)
+        if all(size <= budget or len(packs[i]) == 1 for size, i in sizes):
+            return [packs[i] for _, i in sorted(sizes, reverse=True)]   # those of a round are alike: ranks wait
+
+
+def laid_out(samples: list, name: str) -> torch.Tensor:
+    """What samples have by this name, end to end, [T]. An empty list stands for zeros."""
+    lists = (getattr(sample, name) or [0] * len(sample.ids) for sample in samples)
+    return torch.tensor(list(itertools.chain.from_iterable(lists)))
+
+
+def lay_out(samples: list) -> dict[str, torch.Tensor]:
+    """Where the tokens of samples lie, end to end: what train.Batch says of ids, positions, bounds and what is [N]."""
+    bounds = pad(torch.tensor([len(sample.ids) for sample in samples]).cumsum(0), (1, 0))
+    owners = torch.arange(len(samples)).repeat_interleave(bounds.diff())
+    ids, trained = laid_out(samples, "ids"), laid_out(samples, "mask").nonzero()[:, 0]
+    place = torch.stack([owners, laid_out(samples, "steps")])[:, trained]
+    begins = place.diff(prepend=torch.full((2, 1), -1)).any(0)          # a new sequence, or a new step
+    return dict(ids=ids[None], positions=(torch.arange(len(ids)) - bounds[owners])[None], bounds=bounds.int(),
+                source=trained - 1, targets=ids[trained], sequences=place[0], steps=begins.cumsum(0) - 1)
+
+
+def column(batch, name: str) -> torch.Tensor:
+    """What a batch's samples have by this name, for its trained tokens, [N]."""
+    return laid_out(batch.samples, name).to(batch.ids.device)[batch.source + 1]
+
+
+def by_sample(batch, values: torch.Tensor) -> list[list[float]]:
+    """Values of a batch's trained tokens, [N] -> a list [T] for each of its samples, 0 where nothing is trained."""
+    flat = values.new_zeros(batch.ids.numel()).index_put((batch.source + 1,), values)
+    return [part.tolist() for part in flat.split(batch.bounds.diff().tolist())]

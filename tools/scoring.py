@@ -1,0 +1,22 @@
+"""Calls the user's reward function, and trusts nothing that comes back."""
+import inspect
+import math
+import numbers
+from itertools import compress
+
+from tools.inputs import UserError
+
+
+async def score(sample, reward_fn) -> list[float]:
+    """The rewards, one a step; a single number is the last step's. Raises UserError for anything else."""
+    try:
+        found = reward_fn(sample)
+        found = await found if inspect.isawaitable(found) else found
+    except Exception as error:
+        raise UserError(f"reward_fn raised {type(error).__name__}: {error}; the row was {sample.row}") from error
+    steps = len(set(compress(sample.steps, sample.mask))) or 1
+    rewards = found if isinstance(found, list) else [0.0] * (steps - 1) + [found]
+    if len(rewards) != steps or not all(isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards):
+        wanted = f"{steps} finite numbers, one a step" if isinstance(found, list) else "one finite number"
+        raise UserError(f"reward_fn must return {wanted}, not {found!r}; the row was {sample.row}")
+    return [float(reward) for reward in rewards]
