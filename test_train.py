@@ -24,6 +24,7 @@ from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean, stdev
 from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # a name that is no folder is refused at once
@@ -483,6 +484,114 @@ def test_what_was_cut_off_leaves_no_gradient(mesh, tmp_path):
         sample.truncated = True
     metrics = trainer.actor.update([trainer.micro_batches(samples)])
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
+
+
+# Formulas of the papers of those rows that TRL has not, one sample and one token at a time; S is a list of samples with
+# turns (rewards), tokens (turn, logp, old, ref) and, for critics, values.
+def papers_advantages(algo: str, S: list, gamma: float, lam: float, beta: float) -> list[list[float]]:
+    """For each sample those of its tokens, not yet normalised over the batch."""
+    found = []
+    for i, s in enumerate(S):
+        R = [sum(gamma ** (k - j) * s.rewards[k] for k in range(j, len(s.rewards))) for j in range(len(s.rewards))]
+        if algo == "rloo":          # arXiv:2402.14740 eq. 8, all samples of one prompt
+            found.append([sum(s.rewards) - fmean(sum(o.rewards) for j, o in enumerate(S) if j != i)] * len(s.tokens))
+        elif algo == "reinforce_pp":    # arXiv:2501.03262: A_t = r - beta sum_{i >= t} KL(i)
+            kl = [t.old - t.ref for t in s.tokens]
+            found.append([sum(s.rewards) - beta * sum(kl[t:]) for t in range(len(kl))])
+        elif algo in ("rebn", "reinforce"):     # arXiv:2510.01051: the return of the turn
+            found.append([R[t.turn] for t in s.tokens])
+        elif algo == "ppo":             # arXiv:1506.02438 eq. 16: sum_l (gamma lambda)^l delta_t+l
+            last = [t == len(s.tokens) - 1 or s.tokens[t + 1].turn != token.turn for t, token in enumerate(s.tokens)]
+            V = [t.value for t in s.tokens] + [0.0]
+            delta = [last[t] * s.rewards[token.turn] + gamma * V[t + 1] - V[t] for t, token in enumerate(s.tokens)]
+            found.append([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, len(delta)))
+                          for t in range(len(delta))])
+        elif algo == "appo":            # the same over turns, whose value is that of their first token
+            V = [next(t.value for t in s.tokens if t.turn == k) for k in range(len(R))] + [0.0]
+            delta = [s.rewards[k] + gamma * V[k + 1] - V[k] for k in range(len(R))]
+            A = [sum((gamma * lam) ** (k - j) * delta[k] for k in range(j, len(R))) for j in range(len(R))]
+            found.append([A[t.turn] for t in s.tokens])
+        else:                           # tppo: turn by turn from behind; gamma and reward at a turn's last token only
+            V, gae, A = [t.value for t in s.tokens] + [0.0], 0.0, {}
+            for k in reversed(range(len(R))):
+                tokens = [t for t, token in enumerate(s.tokens) if token.turn == k]
+                for t in reversed(tokens):
+                    if t == tokens[-1]:
+                        gae = s.rewards[k] + gamma * V[t + 1] - V[t] + gamma * lam * gae
+                    else:
+                        gae = V[t + 1] - V[t] + lam * gae
+                    A[t] = gae
+            found.append([A[t] for t in range(len(s.tokens))])
+    return found
+
+
+def papers_loss(algo: str, S: list, A: list[list[float]], low: float, high: float, longest: int) -> torch.Tensor:
+    """The surrogate, summed as each paper sums it."""
+    def clipped(ratio, advantage):
+        return -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+    if algo == "appo":      # OpenR: a turn has one ratio, exp(sum of new - sum of old), and all turns weigh the same
+        terms = []
+        for s, a in zip(S, A):
+            for k in range(len(s.rewards)):
+                tokens = [(t, x) for t, x in zip(s.tokens, a) if t.turn == k]
+                ratio = torch.exp(sum(t.logp for t, _ in tokens) - sum(t.old for t, _ in tokens))
+                terms.append(clipped(ratio, tokens[0][1]))
+        return sum(terms) / len(terms)
+    def term(t, x):
+        return -t.logp * x if algo == "reinforce" else clipped(torch.exp(t.logp - t.old), x)
+
+    terms = [[term(t, x) for t, x in zip(s.tokens, a)] for s, a in zip(S, A)]
+    if algo in ("rloo", "rebn", "reinforce"):
+        return sum(map(sum, terms)) / (len(S) * longest)
+    if algo == "ppo":       # Oat: the mean over a completion's tokens, then over completions
+        return sum(sum(term) / len(term) for term in terms) / len(S)
+    return sum(map(sum, terms)) / sum(map(len, terms))
+
+
+@pytest.mark.parametrize("algo", ["rloo", "reinforce_pp", "rebn", "reinforce", "ppo", "appo", "tppo"])
+def test_loss_and_gradient_equal_those_of_the_papers(algo):
+    generator, gamma, lam, beta = torch.Generator().manual_seed(5), 0.9, 0.8, 0.3
+    lengths = [[2, 3], [4], [1, 1, 2], [3, 2], [6], [2, 2, 2, 1]]       # turns of each sample, in tokens
+    if algo == "reinforce_pp":          # its paper knows single turns only
+        lengths = [[sum(turns)] for turns in lengths]
+    flat = [(i, k) for i, turns in enumerate(lengths) for k, n in enumerate(turns) for _ in range(n)]
+    logps, noise, other, values = (torch.randn(len(flat), generator=generator) for _ in range(4))
+    logps = (0.7 * logps - 1.5).requires_grad_()
+    old, ref = logps.detach() + 0.3 * noise, logps.detach() + 0.3 * other
+    gamma = 1.0 if algo in ("rloo", "reinforce_pp") else gamma
+    rewards = [torch.randn(len(turns), generator=generator).tolist() for turns in lengths]
+    S = [SimpleNamespace(rewards=rewards[i], tokens=[SimpleNamespace(turn=k, logp=logps[n], old=old[n].item(),
+                         ref=ref[n].item(), value=values[n].item()) for n, (j, k) in enumerate(flat) if j == i])
+         for i in range(len(lengths))]
+    A = papers_advantages(algo, S, gamma, lam, beta)
+    if algo in ("reinforce_pp", "rebn", "ppo", "tppo", "appo"):     # over turns, or over tokens
+        once = [x for s, a in zip(S, A) for t, x in enumerate(a)
+                if algo not in ("rebn", "appo") or t == 0 or s.tokens[t].turn != s.tokens[t - 1].turn]
+        A = [[(x - fmean(once)) / stdev(once) for x in a] for a in A]
+    expected = papers_loss(algo, S, A, 0.2, 0.28, 11)
+
+    samples = [episode(len(s.tokens), s.rewards, [t.turn for t in s.tokens]) for s in S]
+    for sample, s in zip(samples, S):
+        sample.ref_logprobs = [0.0] + [t.ref for t in s.tokens]
+        sample.logprobs, sample.values = [0.0] + [t.old for t in s.tokens], [0.0] + [t.value for t in s.tokens]
+    flags = dict(group_size=len(S), max_new_tokens=11, gamma=gamma)
+    if algo in CRITICS:
+        config = PPOConfig(critic=algo, gae_lambda=lam, **flags)
+        critic = SimpleNamespace(model=SimpleNamespace(values=None))
+        stub = SimpleNamespace(config=config, split=lambda sample: None, critic=critic,
+                               token_values=lambda samples, _: [sample.values for sample in samples])
+        PPO.compare(stub, samples)
+    else:
+        config = Config(algo=algo, **flags, **dict(kl_coef=beta) if algo == "reinforce_pp" else {})
+        Trainer.compare(SimpleNamespace(config=config), samples)
+    batch = train.make_batch(samples, "cpu")
+    batch.old_logprobs = old
+    batch.weights = train.token_weights(batch, config.aggregation, samples, config.max_new_tokens)
+    loss, _ = train.policy_loss(logps, torch.zeros(len(flat)), batch, config)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(value, logps)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
 
 
 # TRL, where it is installed, and what its names are for ours
