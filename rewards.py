@@ -8,6 +8,7 @@ from fractions import Fraction
 
 TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])", re.ASCII)
 NUMBER = re.compile(r"(?:(?<![0-9)])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)", re.ASCII)      # in 5-6 the last is 6
+INTEGER = re.compile(r"-?[0-9]+", re.ASCII)
 MAX_EXPRESSION = 200    # characters; an answer to countdown is far shorter
 MAX_DIGITS = 18         # of one number in it
 
@@ -120,6 +121,21 @@ def gsm8k_last_number(text: str, gold: str) -> float:
     if not right:
         raise ValueError(f"no number in the answer {gold!r}")
     return float(as_fraction(found[-1]) == as_fraction(right[-1]))
+
+
+def gsm8k_boxed(text: str, gold: str) -> int:
+    r"""1 when the first whole number after the last \boxed is the gold one, 0 when another, -1 when there is none.
+
+    TapeAgents' protocol for GSM8K (examples/rl_gsm8k); thousands' commas do not count, `gold` as in gsm8k_last_number.
+    """
+    right = NUMBER.findall(str(gold).split("####")[-1])
+    if not right:
+        raise ValueError(f"no number in the answer {gold!r}")
+    _, boxed, rest = text.rpartition("\\boxed")
+    found = INTEGER.search(rest.replace(",", ""))
+    if not boxed or not found:
+        return -1
+    return int(as_fraction(found[0]) == as_fraction(right[-1]))
 
 
 def as_fraction(number: str) -> Fraction | None:

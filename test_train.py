@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -20,6 +21,7 @@ import time
 import urllib.request
 from collections import Counter, defaultdict
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -44,8 +46,12 @@ import rewards
 import train
 from bench import memory
 from local_engine import LocalEngine, sample_tokens
+from recipes import code, gem_env, gsm8k, guess_number, math_python, qa_search
+from recipes import reasoning_gym as gym
 from recipes.critic import Critic, critic_metrics, gae
+from recipes.gsm8k import GSM8KConfig
 from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
+from recipes.turns import user_turn
 from tools import kernels
 from tools import plan as planner
 from tools.diagnose import Diagnosis
@@ -1551,8 +1557,10 @@ def test_the_readme_does_not_drift():
     readme = (HERE / "README.md").read_text()
     others = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "output", "help", "host", "port",
               "processes", "gpu_gb"}
+    configs = (Config, PPOConfig, GSM8KConfig, math_python.ToolConfig, qa_search.SearchConfig)
+    known = {flag.name for config in configs for flag in fields(config)}
     for flag in set(re.findall(r"--([a-z_]+)", readme)) - others:
-        assert flag in Config.__dataclass_fields__, flag
+        assert flag in known, flag
     for name in re.findall(r"`([\w/-]+\.(?:py|txt|md|png|jsonl))`", readme):
         inside_a_run = name in ("metrics.jsonl", "samples.jsonl", "curve.png")
         assert inside_a_run or (HERE / name).exists(), name
@@ -1649,6 +1657,184 @@ def test_ppo_runs(tmp_path, critic, processes):
     assert all(math.isfinite(record["value_loss"]) for record in history) and history[0]["value"] == 0
     assert history[1]["value"] != 0 and history[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert "value_head" not in (tmp_path / "model/model.safetensors.index.json").read_text()
+
+
+# ------------------------------------------------ recipes: tasks -----------------------------------------------------
+def spoken(*turns: str, row: dict | None = None, **others) -> Sample:
+    """A sample whose policy said this."""
+    return Sample([], row or {}, text="".join(turns), turns=list(turns), **others)
+
+
+def lines(folder: Path, *rows: dict) -> Path:
+    """A .jsonl of these rows."""
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+@pytest.mark.parametrize("text, gold, reward", [
+    (r"so \boxed{72}", "#### 72", 1), (r"\boxed{1,234}.", "1234", 1), (r"\boxed{\$5}", "5", 1),
+    (r"\boxed{5}", "#### 6", 0),
+    (r"\boxed{5} and \boxed{6}", "6", 1), (r"\boxed{5} and \boxed{6}", "5", 0),     # the last one counts
+    ("72", "72", -1), (r"\boxed{none}", "72", -1), ("", "1", -1), (r"\boxed{-3}", "-3", 1),
+    (r"72 \boxed", "72", -1), (r"\boxed{} 72", "72", 1),            # the first whole number after it
+    (r"\boxed{7.5}", "7", 1), (r"\boxed{" + "9" * 100 + "}", "9", 0)])
+def test_gsm8k_boxed(text, gold, reward):
+    assert rewards.gsm8k_boxed(text, gold) == reward
+
+
+def test_gsm8k_protocols():
+    right, cut = (spoken(r"\boxed{4}", row={"answer": "#### 4"}, truncated=flag) for flag in (False, True))
+    assert (gsm8k.tapeagents(right), gsm8k.tapeagents(cut), gsm8k.oat(right), gsm8k.oat(cut)) == (1, -1, 1, 1)
+    assert GSM8KConfig(protocol="oat").eval_samples == 16 and GSM8KConfig(protocol="oat").eval_temperature == 0.35
+    assert GSM8KConfig(eval_samples=3).eval_samples == 1 and GSM8KConfig().eval_temperature == 0
+
+
+def test_guess_number_answers_and_rewards():
+    sample = spoken("16", row={"secret": 9})
+    for turn, reply in (("16", "lower"), ("4", "higher"), ("no idea", "a number"), ("3 or 9", None), ("9", None)):
+        sample.turns.append(turn)
+        said = asyncio.run(guess_number.env_step(sample))
+        assert reply is None and said is None or f"user\n{reply}<|im_end|>" in said
+    assert guess_number.reward_fn(sample) == [0, 0, 0, 0, 1, 1] and sample.metrics == {"solved": 1, "turns": 6}
+
+
+def test_an_answer_cannot_forge_markup():
+    assert user_turn("x<|im_end|>").count("<|im_end|>") == 1
+
+
+def test_python_tool_takes_the_first_program_and_counts(tmp_path):
+    assert [math_python.program_of(turn) for turn in ("<python>1+1</python> <python>2</python>", "```python\n3\n```",
+            "```\n4\n```", "no `code`", "<python>open", "```js\n5```")] == ["1+1", "3", "4", None, None, None]
+    trainer = SimpleNamespace(config=SimpleNamespace(tool=True, tool_uses=2))
+    sample, said = spoken(), []
+    for turn in ("<python>print(6 * 7)</python>", "<python>1/0</python>", "<python>print(1)</python>"):
+        sample.turns.append(turn)
+        said.append(asyncio.run(math_python.ToolTrainer.run_program(trainer, sample)))
+    assert "Code execution result: 42<" in said[0] and "ZeroDivisionError" in said[1] and said[2] is None
+    sample.turns.append(r"\boxed{\frac{1}{2}}")
+    sample.row["answer"] = "0.5"
+    assert math_python.reward_fn(sample) == 1 and sample.metrics["tool_uses"] == 2
+
+
+def test_code_is_judged_by_what_it_prints_and_returns():
+    program = "```python\ndef add(a, b):\n    return a + b\nprint(add(*map(int, input().split())))\n```"
+    cases = dict(inputs=["1 2\n", "5 5\n"], outputs=["3", "10 \n"])
+    assert asyncio.run(code.reward_fn(spoken(program, row=cases))) == 1
+    sample = spoken(program.replace("a + b", "3"), row=cases)
+    assert asyncio.run(code.reward_fn(sample)) == 0 and sample.metrics["tests_passed"] == 0.5
+    tests = {"tests": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}
+    function = "```python\ndef add(a, b):\n    return a + b\n```"
+    assert asyncio.run(code.reward_fn(spoken(function, row=tests))) == 1
+    assert asyncio.run(code.reward_fn(spoken("no program", row=tests))) == 0
+    for fake in ("import sys; sys.exit(0)", "print('ok')\nimport os; os._exit(0)", "while True: pass"):
+        assert asyncio.run(code.reward_fn(spoken(f"```python\n{fake}\n```", row={"tests": tests["tests"][:1]}))) == 0
+
+
+def test_search_finds_passages_and_scores_answers(tmp_path):
+    pytest.importorskip("bm25s")
+    texts = [{"text": "Paris is the capital of France."}, {"contents": "The Danube flows through Vienna."}]
+    lines(tmp_path / "index", *texts)
+    (tmp_path / "index/more.txt").write_text("Mount Everest is high.\n\nOslo is in Norway.\n")
+    index = qa_search.Index(str(tmp_path / "index"), 2)
+    assert index.search("capital of France")[0] == texts[0]["text"] and index.search("oslo")[0] == "Oslo is in Norway."
+    assert index.search("zzz") == []
+    trainer = SimpleNamespace(index=index)
+    sample = spoken("<search>Danube</search>", row={"answers": ["Vienna", "Wien"]})
+    assert "(1) The Danube flows" in asyncio.run(qa_search.SearchTrainer.search(trainer, sample))
+    sample.turns.append("<answer>the Vienna!</answer>")
+    assert asyncio.run(qa_search.SearchTrainer.search(trainer, sample)) is None
+    assert qa_search.reward_fn(sample) == 1 and sample.metrics == {"f1": 1, "searches": 1}
+    # Two of three words are right, one of two gold ones is found: precision 1/3, recall 1/2 -> 2 / (3 + 2) = 0.4.
+    assert qa_search.f1("old city Vienna", ["Vienna Austria"]) == pytest.approx(0.4)
+    assert qa_search.exact_match("", ["x"]) == 0
+    assert qa_search.reward_fn(spoken("Vienna", row={"answer": "Vienna"})) == 0     # not in its tags
+    with pytest.raises(UserError, match="has no texts"):
+        qa_search.Index(str(tmp_path / "nothing"), 2)
+
+
+def test_reasoning_gym_scores_as_the_task_does():
+    pytest.importorskip("reasoning_gym")
+    data, other = gym.GymDataset("chain_sum"), gym.GymDataset("chain_sum@1")
+    sample = data[3]
+    answer = data.problems[3]["answer"]
+    assert sample.messages != other[3].messages == gym.GymDataset("chain_sum@1")[3].messages
+    for text, reward in ((f"<answer>{answer}</answer>", 1), (f"<answer>1</answer> <answer> {answer} </answer>", 1)):
+        sample.text = text
+        assert gym.reward_fn(deepcopy(sample)) == reward
+    for text in ("", "<answer>", f"{answer}", f"<answer>{answer}1</answer>"):
+        sample.text = text
+        assert gym.reward_fn(sample) < 1
+    with pytest.raises(UserError, match="--data nothing_like_it"):
+        gym.GymDataset("nothing_like_it")
+
+
+GAMES = {       # what is played: moves that are valid, or could be
+    "game:GuessTheNumber-v0-easy": r"\boxed{{{a}}}", "game:Mastermind-v0-easy": r"\boxed{{{a} {b} {c}}}",
+    "game:Minesweeper-v0-easy": r"\boxed{{reveal {a} {b}}}", "game:Sudoku-v0-easy": r"\boxed{{{a} {b} {c}}}",
+    "game:TowerofHanoi-v0-easy": r"\boxed{{A C}}"}
+
+
+@pytest.mark.parametrize("game", GAMES)
+def test_gem_pays_what_it_pays_by_hand(game):
+    gem = pytest.importorskip("gem")
+    for index in range(20):
+        sample, env = gem_env.GemDataset(f"{game}@7")[index], gem.make(game)
+        text, info = env.reset(seed=7 + index)
+        assert sample.messages[0]["content"] == gem_env.shown(text, info)
+        expected, moves = [], random.Random(index)
+        for turn in range(6):
+            move = GAMES[game].format(**{name: moves.randint(1, 4) for name in "abc"})
+            sample.turns.append(move if turn != 3 else "nonsense")
+            text, reward, terminated, truncated, info = env.step(sample.turns[-1])
+            expected.append(reward)
+            reply = asyncio.run(gem_env.env_step(sample))
+            assert reply == (None if terminated or truncated else user_turn(gem_env.shown(text, info)))
+            if reply is None:
+                break
+        assert gem_env.reward_fn(sample) == expected
+    sample.turns.append("cut off")
+    assert gem_env.reward_fn(sample) == [*expected, 0]
+
+
+def test_gem_says_what_it_lacks():
+    pytest.importorskip("gem")
+    with pytest.raises(UserError, match="--data game:Nothing-v0"):
+        gem_env.GemDataset("game:Nothing-v0")[0]
+
+
+RECIPES = {     # what each is run with, and what it needs
+    "gsm8k": ("", {"question": "1 + 1?", "answer": "#### 2"}, []),
+    "guess_number": ("", {"unused": 1}, ["--max_turns", 3]),
+    "math_python": ("", {"problem": "1 + 1?", "answer": "2"}, ["--max_turns", 2]),
+    "code": ("", {"question": "Print 1.", "inputs": [""], "outputs": ["1"]}, []),
+    "qa_search": ("bm25s", {"question": "Where?", "answer": "here"}, ["--max_turns", 2]),
+    "gem_env": ("gem", "game:GuessTheNumber-v0-easy", ["--max_turns", 2]),
+    "reasoning_gym": ("reasoning_gym", "leg_counting", []),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_runs(tmp_path, name):
+    needs, data, flags = RECIPES[name]
+    if needs:
+        pytest.importorskip(needs)
+    data = data if isinstance(data, str) else lines(tmp_path / "rows", *[data] * 8)
+    extra = ["--index", lines(tmp_path / "index", {"text": "It is here."}).parent] if name == "qa_search" else []
+    done = run("-m", f"recipes.{name}", "--data", data, "--model", train.TINY["model"], "--steps", 2, "--wandb", "off",
+               "--max_new_tokens", 16, "--prompts_per_step", 4, "--group_size", 2, "--output_dir", tmp_path / "run",
+               *flags, *extra)
+    assert done.returncode == 0, done.stderr[-3000:]
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").open()]
+    assert len(samples) == 16 and all(math.isfinite(sample["reward"]) for sample in samples)
+
+
+def test_recipes_are_short_and_say_how_to_run_them():
+    for path in (HERE / "recipes").glob("*.py"):
+        source = path.read_text()
+        assert len(source.splitlines()) <= 150, path
+        if 'if __name__ == "__main__"' in source:
+            assert f"-m recipes.{path.stem}" in ast.get_docstring(ast.parse(source)), path
 
 
 # ------------------------------------------------ the plan ------------------------------------------------------------

@@ -21,7 +21,6 @@ Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens,
 import itertools
 import math
 import os
-import shutil
 import sys
 import time
 from collections import Counter
@@ -52,12 +51,12 @@ from local_engine import LocalEngine
 from tools.checks import check_config
 from tools.gate import Gate
 from tools.inputs import (JSON, UserError, check_prompts, find_folder, find_model, find_tokenizer, load_rows,
-                          lost_contact, parse_flags, prompt_order)
+                          parse_flags, prompt_order)
 from tools.kernels import HeadLogprobs, packed_attention
 from tools.packing import by_sample, laid_out, lay_out, pack
 from tools.ranks import gather, init_distributed, reduce
-from tools.runlog import RunLog, end
-from tools.scoring import score
+from tools.runlog import RunLog, one_line_errors
+from tools.scoring import ask, score
 from tools.sglang_links import Colocated, Servers, run
 from tools.speed import speed, update_metrics
 from tools.weights import export, whole_weights
@@ -167,7 +166,9 @@ class Config:
     # the run
     seed: int = HfArg(default=0, help="of the order of the data, and of samples (SGLang: see generate)")
     output_dir: str = HfArg(default="", help="where the run writes; empty: runs/<time>")
-    eval_every: int = HfArg(default=10, help="steps between greedy evaluations, one of them before step 1; 0: never")
+    eval_every: int = HfArg(default=10, help="steps between evaluations, one of them before step 1; 0: never")
+    eval_samples: int = HfArg(default=1, help="completions a prompt in an evaluation (n of avg@n and pass@n)")
+    eval_temperature: float = HfArg(default=0.0, help="of evaluations; 0: greedy")
     save_every: int = HfArg(default=0, help="steps between exports of the model; the newest stays; 0: at the end")
     wandb: Literal["auto", "online", "offline", "off"] = HfArg(default="auto", help="auto: online when logged in")
 
@@ -199,6 +200,8 @@ class Sample:
     versions: list[int] = field(default_factory=list)       # how often weights had been pushed; 0 where mask is 0
     steps: list[int] = field(default_factory=list)          # the turn that a token is part of, from 0; see reward_fn
     text: str = ""                                          # what the policy wrote, all turns
+    turns: list[str] = field(default_factory=list)          # the same turn by turn
+    state: dict = field(default_factory=dict)               # for env_step and reward_fn to remember things in
     truncated: bool = False                                 # stopped by a limit, not by itself
     rewards: list[float] = field(default_factory=list)      # one a step
     advantages: list[float] = field(default_factory=list)
@@ -260,7 +263,10 @@ def reward_fn(sample: Sample) -> float:
 
 
 async def env_step(sample: Sample) -> str | None:
-    """EDIT HERE for --max_turns above 1: what follows the policy's turn, chat markup included, or None to end."""
+    """EDIT HERE for --max_turns above 1: what follows the policy's turn, chat markup included, or None to end.
+
+    It sees every turn that was not cut off, the last one, too; after that one its answer is not played.
+    """
     return None
 
 
@@ -281,9 +287,10 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int,
     for turn in range(max_turns):
         ids, logprobs, versions, sample.truncated = await generate(sample.ids, turn)
         sample.append(ids, 1, logprobs, versions, step=turn)
-        sample.text += tokenizer.decode(ids, skip_special_tokens=True)
-        reply = None if sample.truncated or turn == max_turns - 1 else await env_step(sample)
-        if reply is None:
+        sample.turns.append(tokenizer.decode(ids, skip_special_tokens=True))
+        sample.text += sample.turns[-1]
+        reply = None if sample.truncated else await ask(env_step, sample)
+        if reply is None or turn == max_turns - 1:
             break
         sample.append(tokenizer.encode(reply, add_special_tokens=False), mask=0, step=turn)
         if len(sample.ids) > room:
@@ -689,14 +696,21 @@ class Trainer:
         for step in range(config.steps + 1):            # step 0 only evaluates: the model as it came
             metrics, samples = self.step(step) if step else ({}, [])
             if self.eval_data and (step % config.eval_every == 0 or step == config.steps):
-                played = self.act(self.eval_data, list(enumerate(range(len(self.eval_data)))), 1, temperature=0.0)
-                metrics["eval_score"] = fmean(sample.reward for sample in gather(played, self.mesh["dp"]))
+                metrics |= self.evaluate()
             self.log.write(step, metrics, samples)
             if config.save_every and 0 < step < config.steps and step % config.save_every == 0:
                 self.save(f"step-{step}")
         self.save("model")
         self.log.close()
         self.engine.close()
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean reward on the evaluation data (avg@n); with several samples a prompt, that of the best (pass@n)."""
+        size, prompts = self.config.eval_samples, list(enumerate(range(len(self.eval_data))))
+        played = gather(self.act(self.eval_data, prompts, size, self.config.eval_temperature), self.mesh["dp"])
+        scores = [sample.reward for sample in played]
+        best = [max(scores[i:i + size]) for i in range(0, len(scores), size)]
+        return {"eval_score": fmean(scores)} | ({"eval_best": fmean(best)} if size > 1 else {})
 
     def step(self, step: int) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""
@@ -755,15 +769,10 @@ class Trainer:
             return self.gate.check(start)
 
     def save(self, name: str):
-        """Exports the model into the run's folder. It gets its name when it is whole; only then the last one goes."""
-        folder = Path(self.config.output_dir)
-        self.actor.save(folder / "partial")
-        if dist.get_rank() == 0:
-            self.log.complete(folder / "partial")
-            (folder / "partial").rename(folder / name)
-            for older in folder.glob("step-*"):
-                if older.name != name:
-                    shutil.rmtree(older)
+        """Exports the model into the run's folder, in place of the last step's. It gets its name when it is whole."""
+        partial_folder = Path(self.config.output_dir) / "partial"
+        self.actor.save(partial_folder)
+        self.log.complete(partial_folder, name)
 
     @contextmanager
     def timed(self, phase: str):
@@ -880,15 +889,8 @@ class Trainer:
 
 def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer_class=Trainer):
     """Runs a training; a recipe hands over what it replaces."""
-    try:
+    with one_line_errors():
         trainer_class(parse_flags(config_class, TINY, sys.argv[1:]), dataset_class, reward_fn, env_step).fit()
-    except (UserError, ConnectionError, TimeoutError, RuntimeError) as error:
-        message, code = (lost_contact(error), 1) if isinstance(error, RuntimeError) else (str(error), 2)
-        if not message:
-            raise
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-            time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
-        end(message, code)
     dist.barrier()          # nobody leaves before rank 0 has written everything
     dist.destroy_process_group()
 

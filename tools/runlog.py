@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import sys
+import time
+from contextlib import contextmanager
 from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
@@ -15,6 +17,7 @@ from tqdm import tqdm
 
 from tools.curve import draw
 from tools.diagnose import Diagnosis
+from tools.inputs import UserError, lost_contact
 
 # In a step's line, in this order; the reward's own metrics follow.
 SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", "grad_norm": ".2f",
@@ -32,6 +35,20 @@ def end(message: str, code: int):
     """Ends this process at once, with one line: a clean end would wait for ranks that wait for this one."""
     print(f"train.py: {message}", file=sys.stderr, flush=True)
     os._exit(code)
+
+
+@contextmanager
+def one_line_errors():
+    """Ends the process with one line for what a user can mend, or a lost connection; others keep their traceback."""
+    try:
+        yield
+    except (UserError, ConnectionError, TimeoutError, RuntimeError) as error:
+        message, code = (lost_contact(error), 1) if isinstance(error, RuntimeError) else (str(error), 2)
+        if not message:
+            raise
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
+        end(message, code)
 
 
 class RunLog:
@@ -75,12 +92,18 @@ class RunLog:
         if self.wandb:
             self.wandb.log(record, step=step)
 
-    def complete(self, model: Path):
-        """Adds the tokenizer to a folder that has a model's weights and config."""
+    def complete(self, model: Path, name: str):
+        """Adds the tokenizer to a folder with weights, gives it its name, and only then removes the last one."""
+        if not self.enabled:
+            return
         self.tokenizer.save_pretrained(model)
         stops = Path(self.tokenizer.name_or_path) / "generation_config.json"     # its stop tokens
         if stops.exists():
             shutil.copy(stops, model)
+        model.rename(self.folder / name)
+        for older in self.folder.glob("step-*"):
+            if older.name != name and older.is_dir():
+                shutil.rmtree(older)
 
     def close(self):
         """Closes the files, and draws the curve."""
@@ -99,8 +122,8 @@ def sample_record(sample) -> dict:
 
     Advantages that are all the same, as where a completion has one, are a number.
     """
-    record = {name: value for name, value in vars(sample).items() if value not in ([], {})}
-    for name in record.keys() - {"ids", "mask", "messages", "rewards"}:
+    record = {name: value for name, value in vars(sample).items() if name != "state" and value not in ([], {})}
+    for name in record.keys() - {"ids", "mask", "messages", "rewards", "turns"}:
         if isinstance(record[name], list) and len(record[name]) == len(sample.ids):
             record[name] = list(compress(record[name], sample.mask))
     if len(set(record.get("advantages", ()))) == 1:

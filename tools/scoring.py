@@ -1,10 +1,21 @@
-"""Calls the user's reward function, and trusts nothing that comes back."""
+"""Calls the user's functions, and trusts nothing that comes back."""
 import inspect
 import math
 import numbers
 from itertools import compress
 
 from tools.inputs import UserError
+
+
+async def ask(env_step, sample) -> str | None:
+    """What env_step, if there is one, answers a turn. Raises UserError where that is neither a text nor None."""
+    try:
+        reply = await env_step(sample) if env_step else None
+    except Exception as error:
+        raise UserError(f"env_step raised {type(error).__name__}: {error}; the row was {sample.row}") from error
+    if not isinstance(reply, str | None):
+        raise UserError(f"env_step must return a text or None, not {reply!r}; the row was {sample.row}")
+    return reply
 
 
 async def score(sample, reward_fn) -> list[float]:

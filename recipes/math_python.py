@@ -1,0 +1,91 @@
+"""Mathematics with a Python tool, as GEM has it: the policy may run programs before it answers.
+
+    torchrun --standalone --nproc_per_node=4 -m recipes.math_python --data math/train.jsonl --max_turns 6
+    torchrun --standalone --nproc_per_node=4 -m recipes.math_python --data math/train.jsonl --tool False
+
+After a turn with a program, in <python> </python> or a fenced block, the first one runs in a sandbox (tools/sandbox.py)
+for at most 5 seconds, and what it printed is the next turn; that many times as --tool_uses says. A turn without a
+program ends the episode. Rows have problem and answer (MATH) or question and answer (GSM8K); math-verify grades the
+last \\boxed{} of the last turn. GEM gives no reward for using the tool by default, and neither does this.
+Unlike GEM's, the turn is not cut off where its program ends: what was sampled after it stays, and is trained.
+"""
+import asyncio
+import re
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
+
+import rewards
+from recipes.turns import user_turn
+from tools.inputs import UserError
+from tools.sandbox import run_python
+from train import MATH, Config, RLDataset, Sample, Trainer, main
+
+PROGRAM = re.compile(r"<python>(.*?)</python>|```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+HINT = "\nTo compute something, write a Python program that prints it between <python> and </python>, and wait."
+SECONDS = 5.0
+
+
+@dataclass
+class ToolConfig(Config):
+    """What train.py has, and the tool."""
+    max_turns: int = HfArg(default=6, help="turns of the policy in an episode")
+    tool: bool = HfArg(default=True, help="whether there is one")
+    tool_uses: int = HfArg(default=5, help="programs that an episode may run")
+
+    def __post_init__(self):
+        if self.tool_uses < 0:
+            raise UserError(f"--tool_uses must be 0 or more, not {self.tool_uses}")
+        if not self.tool:
+            self.max_turns = 1
+        super().__post_init__()
+
+
+def program_of(turn: str) -> str | None:
+    """The first program in a turn."""
+    match = PROGRAM.search(turn)
+    return match and (match[1] or match[2] or "").strip()
+
+
+def reward_fn(sample: Sample) -> float:
+    """1 for the right answer in the last turn."""
+    gold = str(sample.row["answer"]).split("####")[-1].strip()
+    sample.metrics |= {"tool_uses": float(sample.state.get("uses", 0)), "turns": float(len(sample.turns))}
+    return rewards.math(sample.turns[-1], gold)
+
+
+class MathDataset(RLDataset):
+    """MATH and GSM8K rows."""
+    hint = HINT
+
+    def __getitem__(self, index: int) -> Sample:
+        row = self.rows[index]
+        problem = row.get("problem") or row.get("question")
+        if not problem or row.get("answer") is None:
+            raise UserError(f"{self.source}: row {index} needs problem and answer, or question and answer")
+        return Sample([{"role": "user", "content": MATH.format(problem) + self.hint}], row)
+
+
+class PlainDataset(MathDataset):
+    """The same without a word of the tool."""
+    hint = ""
+
+
+class ToolTrainer(Trainer):
+    """A Trainer whose episodes may run programs."""
+
+    def __init__(self, config, dataset_class, reward_fn, env_step):
+        super().__init__(config, dataset_class if config.tool else PlainDataset, reward_fn, self.run_program)
+
+    async def run_program(self, sample: Sample) -> str | None:
+        """The output of the turn's program as the next turn; None where there is none, or no more may run."""
+        program, uses = program_of(sample.turns[-1]), sample.state.get("uses", 0)
+        if program is None or not self.config.tool or uses >= self.config.tool_uses:
+            return None
+        sample.state["uses"] = uses + 1
+        output = await asyncio.to_thread(run_python, program, SECONDS)
+        return user_turn(f"Code execution result: {output[:2000].strip()}")
+
+
+if __name__ == "__main__":
+    main(ToolConfig, MathDataset, reward_fn, trainer_class=ToolTrainer)
