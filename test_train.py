@@ -1564,7 +1564,7 @@ def test_the_readme_does_not_drift():
     for name in re.findall(r"`([\w/-]+\.(?:py|txt|md|png|jsonl))`", readme):
         inside_a_run = name in ("metrics.jsonl", "samples.jsonl", "curve.png")
         assert inside_a_run or (HERE / name).exists(), name
-    (said,) = re.findall(r"(\d+) lines", readme)
+    (said,) = re.findall(r"in (\d+) lines that", readme)
     assert int(said) == len((HERE / "train.py").read_text().splitlines())
 
 
