@@ -939,7 +939,7 @@ def test_offload_takes_turns(tmp_path, mesh, monkeypatch):
     trainer.actor.update = noted("update", lambda updates: {"logprob_diff": 0.0})
     trainer.batches = noted("batches", lambda samples: [])
     trainer.publish = noted("publish", lambda: {})
-    trainer.step(1)
+    trainer.step()
     assert seen == ["act", "sleep", "move", "compare", "batches", "update", "publish", "move"]
     assert places == ["the GPU", "cpu"]
 
@@ -2105,7 +2105,7 @@ def sabotage(engine: str, output: str):
         actor.weights = weights
         try:
             trainer.engine.sleep()
-            trainer.publish(start=True) if start else trainer.step(len(said) + 1)
+            trainer.publish(start=True) if start else trainer.step()
             said[case] = ""
         except UserError as error:
             said[case] = str(error)
@@ -2192,7 +2192,7 @@ def one_dies(urls: str, output: str, how: str, pid: str):
     trainer, record = small_trainer(output, engine=urls, engine_timeout=10 if how == "STOP" else 100,
                                     prompts_per_step=16), {}
     link, url = trainer.engine.link, urls.split(",")[0]
-    trainer.step(1)
+    trainer.step()
 
     def kill():
         while link.open[url] < 5:
@@ -2203,11 +2203,11 @@ def one_dies(urls: str, output: str, how: str, pid: str):
 
     if dist.get_rank() == 0:
         threading.Thread(target=kill, daemon=True).start()
-    _, samples = trainer.step(2)
+    _, samples = trainer.step()
     per_prompt = Counter(str(sample.row) for sample in samples)
     versions = {v for sample in samples for v, trained in zip(sample.versions, sample.mask) if trained}
     record |= {"samples": len(samples), "per prompt": list(per_prompt.values()), "versions": list(versions),
-               "left": list(link.open), "next step": len(trainer.step(3)[1])}
+               "left": list(link.open), "next step": len(trainer.step()[1])}
     if dist.get_rank() == 0:
         Path(output, "said.json").write_text(json.dumps(record))
     link.close()

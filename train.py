@@ -694,7 +694,7 @@ class Trainer:
         self.publish(start=True)
         self.swap(to="engine")
         for step in range(config.steps + 1):            # step 0 only evaluates: the model as it came
-            metrics, samples = self.step(step) if step else ({}, [])
+            metrics, samples = self.step() if step else ({}, [])
             if self.eval_data and (step % config.eval_every == 0 or step == config.steps):
                 metrics |= self.evaluate()
             self.log.write(step, metrics, samples)
@@ -712,7 +712,7 @@ class Trainer:
         best = [max(scores[i:i + size]) for i in range(0, len(scores), size)]
         return {"eval_score": fmean(scores)} | ({"eval_best": fmean(best)} if size > 1 else {})
 
-    def step(self, step: int) -> tuple[dict[str, float], list[Sample]]:
+    def step(self) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""
         self.times = Counter({"time_reward": 0.0})
         with self.timed("step"):

@@ -52,7 +52,7 @@ def main():
     for step in range(1, flags.rounds + 2):
         spent.clear()
         start = time.perf_counter()
-        metrics, samples = trainer.step(step)
+        metrics, samples = trainer.step()
         trainer.log.write(step, metrics, samples)
         total = time.perf_counter() - start
         seconds = dict(spent) | {"rewards": metrics["time_reward"]}

@@ -106,7 +106,7 @@ class Ours(Trainer):
         """One step."""
         self.records.append({})
         with self.phases.record(self.records[-1]):
-            _, samples = self.step(len(self.records))
+            _, samples = self.step()
         self.records[-1] |= dict(
             prompts=[sample.ids[:sample.mask.index(1)] for sample in samples],
             tokens=fmean(sum(sample.mask) for sample in samples), reward=fmean(sample.reward for sample in samples))
