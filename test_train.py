@@ -5,6 +5,7 @@ under torchrun, which starts this very file: then it is the worker at its end.
 """
 import asyncio
 import ast
+import http.server
 import inspect
 import itertools
 import json
@@ -46,7 +47,7 @@ import rewards
 import train
 from bench import memory
 from local_engine import LocalEngine, sample_tokens
-from recipes import code, gem_env, gsm8k, guess_number, math_python, qa_search
+from recipes import code, gem_env, gsm8k, guess_number, math_python, prm, qa_search
 from recipes import reasoning_gym as gym
 from recipes.critic import Critic, critic_metrics, gae
 from recipes.gsm8k import GSM8KConfig
@@ -412,7 +413,7 @@ def test_on_policy_every_gradient_is_that_of_reinforce(algo):
     (dict(algo="rebn", dynamic_sampling=2), "--dynamic_sampling 2 would do nothing"),
     (dict(algo="dapo", max_turns=3), "--overlong_buffer must be 0"),
     (dict(overlong_buffer=2.0), "--overlong_buffer is"),
-    (dict(gamma=0.0), "--gamma must be above 0"), (dict(kl_coef=-1.0), "--kl_coef must be 0 or more"),
+    (dict(gamma=-0.1), "--gamma must be 0 or more"), (dict(kl_coef=-1.0), "--kl_coef must be 0 or more"),
 ])
 def test_flags_that_misfit_are_refused(flags, said):
     with pytest.raises(UserError, match=re.escape(said)):
@@ -1557,7 +1558,8 @@ def test_the_readme_does_not_drift():
     readme = (HERE / "README.md").read_text()
     others = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "output", "help", "host", "port",
               "processes", "gpu_gb"}
-    configs = (Config, PPOConfig, GSM8KConfig, math_python.ToolConfig, qa_search.SearchConfig)
+    configs = (Config, PPOConfig, GSM8KConfig, math_python.ToolConfig, qa_search.SearchConfig,
+               prm.PRMConfig)
     known = {flag.name for config in configs for flag in fields(config)}
     for flag in set(re.findall(r"--([a-z_]+)", readme)) - others:
         assert flag in known, flag
@@ -1801,6 +1803,60 @@ def test_gem_says_what_it_lacks():
     pytest.importorskip("gem")
     with pytest.raises(UserError, match="--data game:Nothing-v0"):
         gem_env.GemDataset("game:Nothing-v0")[0]
+
+
+def test_a_prm_scores_each_step_at_its_tag():
+    judge = prm.Judge(train.TINY["model"], "math_shepherd", "cpu")
+    model, tokenizer = judge.model, judge.tokenizer
+    steps = ["1+1 = 2\n", "so", " 2"]
+    found = judge.scores("How much is 1+1?\n", steps)
+    text = ""
+    for step, score in zip(["How much is 1+1?\n" + steps[0], *steps[1:]], found):
+        text += step + " ки"
+        ids = [i for part in re.split("( ки)", text) for i in tokenizer.encode(part, add_special_tokens=False)]
+        logits = model(torch.tensor([ids])).logits[0, -1]
+        plus, minus = (logits[tokenizer.convert_tokens_to_ids(token)].item() for token in "+-")
+        assert score == pytest.approx(1 / (1 + math.exp(minus - plus)), rel=1e-3)
+
+
+def test_a_prm_may_be_elsewhere():
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            scores = [len(step) / 10 for step in asked["steps"]][:len(asked["steps"]) - (asked["problem"] == "lost")]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"scores": scores}).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = prm.Judge(f"http://127.0.0.1:{server.server_port}/score", "math_shepherd", "cpu")
+    assert judge.scores("?", ["ab", "abcd"]) == [0.2, 0.4]
+    with pytest.raises(ConnectionError, match="gave 1 scores for 2 steps"):
+        judge.scores("lost", ["ab", "abcd"])
+    server.shutdown()
+
+
+@pytest.mark.parametrize("credit", ["appo", "tppo", "grpo"])
+def test_prm_runs(tmp_path, credit):
+    done = run("-m", "recipes.prm", *SMALL, "--prm", train.TINY["model"], "--credit", credit, "--critic_lr", 1e-3,
+               "--steps", 2, "--output_dir", tmp_path, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").open()]
+    for sample in samples:
+        written = "".join(sample["turns"])
+        assert len(sample["rewards"]) == max(sample["steps"]) + 1 >= written.count("\n")
+        assert all(-1 <= reward <= 1 for reward in sample["rewards"]) and sample["metrics"]["solved"] in (0, 1)
+    assert ("value_loss" in json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])) == (credit != "grpo")
+
+
+def test_prm_needs_a_model(tmp_path):
+    for flags, said in (([], "--prm must name"), (["--prm", "no/such"], "--prm no/such cannot be loaded")):
+        done = run("-m", "recipes.prm", *SMALL, *flags, "--output_dir", tmp_path)
+        assert done.returncode == 2 and said in done.stderr.splitlines()[-1]
 
 
 RECIPES = {     # what each is run with, and what it needs

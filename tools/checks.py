@@ -5,9 +5,9 @@ from importlib.util import find_spec
 from tools.inputs import UserError
 
 POSITIVE = ("prompts_per_step", "group_size", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
-            "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout", "dp_replicate", "gamma",
+            "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout", "dp_replicate",
             "eval_samples")
-NOT_NEGATIVE = ("clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tis_cap", "dynamic_sampling",
+NOT_NEGATIVE = ("gamma", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tis_cap", "dynamic_sampling",
                 "overlong_buffer", "eval_temperature", "warmup_steps", "eval_every", "save_every")
 
 

@@ -1,0 +1,94 @@
+"""Make a small process-reward model for the embedded countdown model: recipes/prm.py lets it judge each line.
+
+    python -m tools.make_prm [--output runs/prm] [--steps 300]
+
+It is the embedded model, taught to say + or - behind the tag after each line of a trace. Right is a line whose sums and
+verdict are right, and that goes on after a "no" and ends the thinking after a "yes"; the last line, the answer, is
+right if the line before it said "yes". So it judges how a line follows from the one before, and needs no solution.
+"""
+import argparse
+import random
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from recipes.prm import CONVENTIONS
+from tools.make_tiny import VERDICTS, attempts, split_problems
+from train import ASSETS, COUNTDOWN
+
+TAG, GOOD, BAD = CONVENTIONS["math_shepherd"]
+
+
+def lines_of(row: dict, rng: random.Random) -> list[tuple[str, bool]]:
+    """The lines of a random trace, some of them with a wrong sum or verdict, and whether each is right."""
+    lines, tried = [], rng.sample(attempts(row["nums"]), 4)
+    for number, (first, second, between, value) in enumerate(tried):
+        found, said = value, value == row["target"]
+        if rng.random() < 0.1:
+            found += rng.choice((-2, -1, 1, 2))
+        if rng.random() < 0.1:
+            said = not said
+        stops = rng.random() < 0.5 or number == 3
+        right = found == value and said == (value == row["target"]) and stops == said
+        text = f"{first}{second} = {between}{second} = {found}{VERDICTS[said]}"
+        lines.append(((("<think>" if number == 0 else "") + text + ("</think>\n<answer>" if stops else "\n")), right))
+        if stops:
+            break
+    return [*lines, (f"{first}{second}</answer><|im_end|>", said)]
+
+
+def main():
+    """Teaches, measures on held-out problems, saves."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("runs/prm"))
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    rng, began = random.Random(options.seed), time.time()
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
+    rows, held_out = split_problems(options.seed)
+    tag = tokenizer.encode(TAG, add_special_tokens=False)
+    verdict_ids = [tokenizer.encode(verdict, add_special_tokens=False)[-1] for verdict in (GOOD, BAD)]
+
+    def scored(rows: list[dict]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [lines, 2] of good and bad, and which of them is right, [lines], for a trace of each row."""
+        sequences, places, labels = [], [], []
+        for i, row in enumerate(rows):
+            ids = tokenizer.encode(COUNTDOWN.format(**row) + "\n", add_special_tokens=False)
+            for text, right in lines_of(row, rng):
+                ids += tokenizer.encode(text, add_special_tokens=False) + tag
+                places.append((i, len(ids) - 1))
+                labels.append(int(not right))
+            sequences.append(ids)
+        width = max(map(len, sequences))
+        padded = torch.tensor([ids + [tokenizer.pad_token_id] * (width - len(ids)) for ids in sequences])
+        logits = model(padded, use_cache=False).logits
+        return torch.stack([logits[i, place, verdict_ids] for i, place in places]), torch.tensor(labels)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    for step in range(options.steps):
+        loss = F.cross_entropy(*scored(rng.choices(rows, k=options.batch)))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        if step % 50 == 0 or step == options.steps - 1:
+            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - began:.0f} s", flush=True)
+    with torch.no_grad():
+        logits, labels = scored(held_out[:512])
+    print(f"right about {(logits.argmax(1) == labels).float().mean():.3f} of {len(labels)} lines on held-out problems")
+    model.save_pretrained(options.output)
+    tokenizer.save_pretrained(options.output)
+
+
+if __name__ == "__main__":
+    main()
