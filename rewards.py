@@ -150,12 +150,3 @@ def math(text: str, gold: str) -> float:
     boxed = [LatexExtractionConfig(boxed_match_priority=0)]
     answer = parse(text[max(text.rfind("\\boxed"), 0):], extraction_config=boxed, extraction_mode="first_match")
     return float(bool(answer) and verify(parse(f"\\boxed{{{gold}}}"), answer))
-
-
-def overlong_penalty(length: int, longest: int, buffer: float) -> float:
-    """What to add to the reward of a completion of `length` tokens: 0, and down to -1 over the last part of `longest`.
-
-    DAPO, arXiv:2503.14476 eq. 13; `buffer` is the share of that part.
-    """
-    allowed = longest * (1 - buffer)
-    return 0.0 if length <= allowed else (allowed - length) / (longest - allowed)

@@ -18,7 +18,6 @@ Part I is the algorithm; for a task of your own edit `__getitem__` and `reward_f
 skip it on a first reading. Part III is the loop, and the place to start.
 Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens, N trained tokens, V vocabulary.
 """
-import itertools
 import math
 import os
 import sys
@@ -303,7 +302,6 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int,
 @dataclass
 class Batch:
     """A micro-batch: whole sequences laid end to end without padding, T tokens in all, of which N are trained."""
-    samples: list[Sample]
     ids: torch.Tensor                           # [1, T]
     positions: torch.Tensor                     # [1, T], from 0 in each sequence
     bounds: torch.Tensor                        # [sequences + 1], in T: where each begins, and the last one's end
@@ -317,6 +315,7 @@ class Batch:
     ref_logprobs: torch.Tensor                  # [N]
     weights: torch.Tensor                       # [N], in the loss: 1, until it is known what for
     old_logprobs: torch.Tensor | None = None    # [N]; None: those of the very pass that the loss is made of
+    samples = ()                                # whose they are; not a field, for FSDP looks for tensors in all fields
 
 
 def make_batch(samples: list[Sample], device: str) -> Batch:
@@ -325,37 +324,41 @@ def make_batch(samples: list[Sample], device: str) -> Batch:
     lists = dict(engine_logprobs="logprobs", advantages="advantages", ref_logprobs="ref_logprobs")
     for name, of_sample in lists.items():
         tokens[name] = laid_out(samples, of_sample)[tokens["source"] + 1].float()
-    tokens["weights"] = torch.ones_like(tokens["advantages"])
     longest = max(len(sample.ids) for sample in samples)
-    return Batch(samples, longest=longest, **{name: value.to(device) for name, value in tokens.items()})
+    batch = Batch(longest=longest, **{name: value.to(device) for name, value in tokens.items()})
+    batch.samples = samples
+    return batch
 
 
 # ------------------------------------------------ 5. Advantages -------------------------------------------------------
-def returns_to_go(rewards: list[float], steps: list[int], penalties: list[float], gamma: float) -> list[float]:
-    """Rewards of a sample's steps, and for its N trained tokens their steps and penalties -> the return of each, [N].
-
-    A step's reward comes with its last token. What follows counts in full inside a step, by gamma from step to step
-    (GEM, arXiv:2510.01051); so for a single turn without penalties each token has the reward as its return.
-    """
-    returns, following, left = [], 0.0, list(rewards)
-    for step, next_step, penalty in reversed([*zip(steps, [*steps[1:], None], penalties)]):
-        if step != next_step:
-            following = left.pop() + gamma * following
-        following -= penalty
-        returns.append(following)
-    return returns[::-1]
+def returns_to_go(rewards: list[float], gamma: float) -> list[float]:
+    """Rewards of a sample's steps -> their returns: G_k = r_k + gamma G_k+1 (GEM, arXiv:2510.01051)."""
+    returns = [0.0]
+    for reward in reversed(rewards):
+        returns.append(reward + gamma * returns[-1])
+    return returns[:0:-1]
 
 
-def penalties(tokens: Batch, config: Config) -> list[list[float]]:
-    """What the trained tokens of each sample pay: for divergence, if --kl_in is reward; the last one for length."""
-    divergence = torch.zeros_like(tokens.weights)
+def penalties(tokens: Batch, config: Config) -> torch.Tensor:
+    """What each trained token pays, [N]: for divergence, if --kl_in is reward; the last of a completion for length."""
+    paid = torch.zeros(len(tokens.steps), dtype=torch.float64)
     if config.kl_coef and config.kl_in == "reward":
-        divergence = config.kl_coef * kl_divergence(tokens.engine_logprobs, tokens.ref_logprobs, config.kl_estimator)
-    paid = [part.tolist() for part in divergence.split(tokens.sequences.bincount().tolist())]
+        paid += config.kl_coef * kl_divergence(tokens.engine_logprobs, tokens.ref_logprobs, config.kl_estimator)
     if config.overlong_buffer:
-        for of_sample in paid:
-            of_sample[-1] -= rewards.overlong_penalty(len(of_sample), config.max_new_tokens, config.overlong_buffer)
+        lengths, buffer = tokens.sequences.bincount(), config.overlong_buffer * config.max_new_tokens
+        paid[lengths.cumsum(0) - 1] += ((lengths - config.max_new_tokens + buffer) / buffer).clamp(min=0)
     return paid
+
+
+def token_returns(samples: list[Sample], tokens: Batch, config: Config) -> torch.Tensor:
+    """The return of each trained token, [N]: its step's, without what earlier tokens of the step have paid."""
+    paid, returns = penalties(tokens, config), []
+    of_step = iter(paid.new_zeros(int(tokens.steps[-1]) + 1).index_add(0, tokens.steps, paid).tolist())
+    for sample in samples:
+        returns += returns_to_go([reward - next(of_step) for reward in sample.rewards], config.gamma)
+    before = paid.cumsum(0) - paid
+    before -= before[firsts(tokens.steps)][tokens.steps]
+    return torch.tensor(returns, dtype=torch.float64)[tokens.steps] + before
 
 
 def above_baseline(returns: torch.Tensor, sequences: torch.Tensor, size: int, baseline: str) -> torch.Tensor:
@@ -836,12 +839,9 @@ class Trainer:
 
     def compare(self, samples: list[Sample]):
         """Sets the advantages of whole groups."""
-        config, tokens, returns = self.config, make_batch(samples, "cpu"), []
-        for sample, paid in zip(samples, penalties(tokens, config)):
-            steps = list(itertools.compress(sample.steps, sample.mask))
-            returns += returns_to_go(sample.rewards, steps, paid, config.gamma)
+        config, tokens = self.config, make_batch(samples, "cpu")
         groups = dict(sequences=tokens.sequences, size=config.group_size)
-        advantages = above_baseline(torch.tensor(returns, dtype=torch.float64), **groups, baseline=config.baseline)
+        advantages = above_baseline(token_returns(samples, tokens, config), **groups, baseline=config.baseline)
         advantages = normalized(advantages, steps=tokens.steps, **groups, normalize=config.normalize)
         for sample, values in zip(samples, by_sample(tokens, advantages)):
             sample.advantages = values

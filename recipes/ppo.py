@@ -94,9 +94,9 @@ class PPO(Trainer):
         for sample, values in zip(samples, self.token_values(samples, self.critic.model.values)):
             sample.values = values
         tokens, advantages = make_batch(samples, "cpu"), []
-        for sample, paid in zip(samples, penalties(tokens, config)):
+        for sample, paid in zip(samples, penalties(tokens, config).split(tokens.sequences.bincount().tolist())):
             values = list(compress(sample.values, sample.mask))
-            advantages += token_advantages(sample, values, paid, config)
+            advantages += token_advantages(sample, values, paid.tolist(), config)
         values = column(tokens, "values").double()
         advantages = torch.tensor(advantages, dtype=torch.float64)
         before = values[firsts(tokens.steps)][tokens.steps] if config.critic == "appo" else values

@@ -23,6 +23,7 @@ from tools.inputs import UserError, lost_contact
 SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", "grad_norm": ".2f",
          "clip_fraction": ".3f", "logprob_diff": ".0e", "gate_diff": ".0e", "staleness": ".2f",
          "response_length": ".0f", "truncated": ".2f"}
+ENCODER = json.JSONEncoder(default=str, check_circular=False)      # made once: there are many samples
 PHASES = ("rollout", "wait", "swap", "logprobs", "update", "push", "gate")      # of a step, as they follow
 
 
@@ -87,7 +88,7 @@ class RunLog:
         self.metrics.write(json.dumps(record) + "\n")
         self.metrics.flush()
         for sample in samples:
-            self.samples.write(json.dumps({"step": step} | sample_record(sample), default=str) + "\n")
+            self.samples.write(ENCODER.encode({"step": step} | sample_record(sample)) + "\n")
         self.samples.flush()
         if self.wandb:
             self.wandb.log(record, step=step)
@@ -118,16 +119,19 @@ class RunLog:
 
 
 def sample_record(sample) -> dict:
-    """What samples.jsonl keeps of a sample: all but what is empty; of lists [T], but ids and mask, the trained tokens'.
+    """What samples.jsonl keeps of a sample: all but what is empty; of lists [T], but ids, the trained tokens'.
 
-    Advantages that are all the same, as where a completion has one, are a number.
+    A list of what is all the same, such as the advantages of most algorithms, is that number. `trained` are the runs of
+    trained tokens, [start, end] each.
     """
-    record = {name: value for name, value in vars(sample).items() if name != "state" and value not in ([], {})}
-    for name in record.keys() - {"ids", "mask", "messages", "rewards", "turns"}:
+    hidden = ("state", "mask")
+    record = {name: value for name, value in vars(sample).items() if name not in hidden and value not in ([], {})}
+    edges = [t for t, (before, now) in enumerate(zip([0, *sample.mask], [*sample.mask, 0])) if before != now]
+    record["trained"] = list(zip(edges[::2], edges[1::2]))
+    for name in record.keys() - {"ids", "messages", "rewards", "turns", "trained"}:
         if isinstance(record[name], list) and len(record[name]) == len(sample.ids):
-            record[name] = list(compress(record[name], sample.mask))
-    if len(set(record.get("advantages", ()))) == 1:
-        record["advantages"] = record["advantages"][0]
+            values = list(compress(record[name], sample.mask))
+            record[name] = values[0] if len(set(values)) == 1 else values
     return record | {"reward": sample.reward}
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 FILE_BYTES = 2**32      # of an exported file, at most
+SHAPES = {}             # of all ranks' shards, by the group and the weights: they do not change in a run
 
 
 @torch.no_grad()
@@ -27,7 +28,11 @@ def whole_tensors(weights: list[DTensor], device: str, dtype: torch.dtype) -> li
         if not split or mesh.size(axis) == 1:
             continue
         group, shapes = mesh.get_group(axis), [None] * mesh.size(axis)
-        dist.all_gather_object(shapes, [parts[i].shape for i in split], group)
+        key = group, tuple((weights[i].shape, weights[i].placements) for i in split)
+        if key not in SHAPES:       # the key is the same on all ranks: all of them ask, or none
+            dist.all_gather_object(shapes, [parts[i].shape for i in split], group)
+            SHAPES[key] = shapes
+        shapes = SHAPES[key]
         lengths = [[shape.numel() for shape in of_rank] for of_rank in shapes]
         flat = torch.cat([parts[i].flatten() for i in split])
         longest = max(map(sum, lengths))
