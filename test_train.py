@@ -1698,6 +1698,13 @@ def test_gsm8k_protocols():
     assert GSM8KConfig(eval_samples=3).eval_samples == 1 and GSM8KConfig().eval_temperature == 0
 
 
+def test_recipes_say_what_rows_they_need(tmp_path):
+    rows = str(lines(tmp_path, {"nums": [1, 2], "target": 3}))
+    for dataset in (gsm8k.GSM8KDataset, math_python.MathDataset, code.CodeDataset, qa_search.QADataset):
+        with pytest.raises(UserError, match="row 0 needs"):
+            dataset(rows)[0]
+
+
 def test_guess_number_answers_and_rewards():
     sample = spoken("16", row={"secret": 9})
     for turn, reply in (("16", "lower"), ("4", "higher"), ("no idea", "a number"), ("3 or 9", None), ("9", None)):

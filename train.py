@@ -532,7 +532,7 @@ def model_logprobs(model, tp: DeviceMesh, batch: Batch, temperature: float, voca
     return HeadLogprobs.apply(states, head, batch.targets, temperature, vocab_size, tp)
 
 
-# ------------------------------------------------ 9. Actor -----------------------------------------------------------
+# ------------------------------------------------ 9. Actor ------------------------------------------------------------
 class Policy:
     """A model, sharded over the mesh, that says how likely tokens are; as it is, the reference of --kl_coef."""
 

@@ -17,6 +17,7 @@ from typing import Literal
 from transformers.hf_argparser import HfArg
 
 import rewards
+from tools.inputs import UserError
 from train import Config, RLDataset, Sample, Trainer, main
 
 PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -56,6 +57,8 @@ class GSM8KDataset(RLDataset):
 
     def __getitem__(self, index: int) -> Sample:
         row = self.rows[index]
+        if not row.get("question") or row.get("answer") is None:
+            raise UserError(f"{self.source}: row {index} needs question and answer, as openai/gsm8k/main has them")
         return Sample([{"role": "user", "content": PROMPT.format(row["question"])}], row)
 
 
