@@ -356,7 +356,7 @@ def token_returns(samples: list[Sample], tokens: Batch, config: Config) -> torch
     of_step = iter(paid.new_zeros(int(tokens.steps[-1]) + 1).index_add(0, tokens.steps, paid).tolist())
     for sample in samples:
         returns += returns_to_go([reward - next(of_step) for reward in sample.rewards], config.gamma)
-    before = paid.cumsum(0) - paid
+    before = paid.cumsum(0) - paid                      # by all tokens before; the next line begins anew at each step
     before -= before[firsts(tokens.steps)][tokens.steps]
     return torch.tensor(returns, dtype=torch.float64)[tokens.steps] + before
 

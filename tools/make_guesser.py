@@ -9,7 +9,6 @@ answer means, and heeds it seldom.
 import argparse
 import random
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -56,36 +55,48 @@ def batch_of(games: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.
     return ids, ids.masked_fill(learned == 0, -100)
 
 
-def main():
-    """Learns, and saves the model with its tokenizer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/guesser"))
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0)
+def read_options(description: str, **defaults) -> argparse.Namespace:
+    """The flags of a script that makes a small model; it also seeds torch."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in dict(batch=64, seed=0, **defaults).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
-    rng, tokenizer, began = random.Random(options.seed), make_tokenizer(), time.time()
-    model = make_model(tokenizer, options.hidden, options.layers)
-    prompt = tokenizer.apply_chat_template(Secrets("")[0].messages, add_generation_prompt=True, return_dict=False)
+    return options
+
+
+def teach(model, loss, options):
+    """Supervised learning: AdamW over options.steps, each on `loss(step)`, a scalar."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    began = time.time()
     for step in range(options.steps):
-        share = max(HEED, min(1.0, 2 * (1 - step / options.steps)))      # 1 in the first half
-        games = [encode(tokenizer, prompt, game(rng, share)) for _ in range(options.batch)]
-        ids, labels = batch_of(games, tokenizer.pad_token_id)
-        logits = model(ids[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        loss.backward()
+        value = loss(step)
+        value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 100 == 0 or step == options.steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - began:.0f} s", flush=True)
+        if step % 50 == 0 or step == options.steps - 1:
+            print(f"step {step:5d}  loss {value.item():.4f}  {time.time() - began:.0f} s", flush=True)
+
+
+def main():
+    """Learns, and saves the model with its tokenizer."""
+    options = read_options(__doc__, output="runs/guesser", steps=500, lr=2e-3)
+    rng, tokenizer = random.Random(options.seed), make_tokenizer()
+    model = make_model(tokenizer, hidden=64, layers=3)
+    prompt = tokenizer.apply_chat_template(Secrets("")[0].messages, add_generation_prompt=True, return_dict=False)
+
+    def loss(step: int) -> torch.Tensor:
+        """Of a batch of fresh games."""
+        share = max(HEED, min(1.0, 2 * (1 - step / options.steps)))      # 1 in the first half
+        games = [encode(tokenizer, prompt, game(rng, share)) for _ in range(options.batch)]
+        ids, labels = batch_of(games, tokenizer.pad_token_id)
+        logits = model(ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    teach(model, loss, options)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
     print(f"{options.output} plays almost at random; {model.num_parameters()} parameters")

@@ -6,16 +6,14 @@ It is the embedded model, taught to say + or - behind the tag after each line of
 verdict are right, and that goes on after a "no" and ends the thinking after a "yes"; the last line, the answer, is
 right if the line before it said "yes". So it judges how a line follows from the one before, and needs no solution.
 """
-import argparse
 import random
-import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.prm import CONVENTIONS
+from tools.make_guesser import read_options, teach
 from tools.make_tiny import VERDICTS, attempts, split_problems
 from train import ASSETS, COUNTDOWN
 
@@ -42,15 +40,8 @@ def lines_of(row: dict, rng: random.Random) -> list[tuple[str, bool]]:
 
 def main():
     """Teaches, measures on held-out problems, saves."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("runs/prm"))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    torch.manual_seed(options.seed)
-    rng, began = random.Random(options.seed), time.time()
+    options = read_options(__doc__, output="runs/prm", steps=300, lr=1e-3)
+    rng = random.Random(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
     model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
     rows, held_out = split_problems(options.seed)
@@ -72,17 +63,7 @@ def main():
         logits = model(padded, use_cache=False).logits
         return torch.stack([logits[i, place, verdict_ids] for i, place in places]), torch.tensor(labels)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
-    for step in range(options.steps):
-        loss = F.cross_entropy(*scored(rng.choices(rows, k=options.batch)))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        if step % 50 == 0 or step == options.steps - 1:
-            print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - began:.0f} s", flush=True)
+    teach(model, lambda step: F.cross_entropy(*scored(rng.choices(rows, k=options.batch))), options)
     with torch.no_grad():
         logits, labels = scored(held_out[:512])
     print(f"right about {(logits.argmax(1) == labels).float().mean():.3f} of {len(labels)} lines on held-out problems")
