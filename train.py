@@ -21,10 +21,8 @@ Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens,
 import math
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -57,7 +55,7 @@ from tools.ranks import gather, init_distributed, reduce
 from tools.runlog import RunLog, one_line_errors
 from tools.scoring import ask, score
 from tools.sglang_links import Colocated, Servers, run
-from tools.speed import speed, update_metrics
+from tools.speed import Stopwatch, speed, update_metrics
 from tools.weights import export, whole_weights
 
 
@@ -168,6 +166,7 @@ class Config:
     eval_every: int = HfArg(default=10, help="steps between evaluations, one of them before step 1; 0: never")
     eval_samples: int = HfArg(default=1, help="completions a prompt in an evaluation (n of avg@n and pass@n)")
     eval_temperature: float = HfArg(default=0.0, help="of evaluations; 0: greedy")
+    eval_only: bool = HfArg(default=False, help="evaluate the model as it is, and end")
     save_every: int = HfArg(default=0, help="steps between exports of the model; the newest stays; 0: at the end")
     wandb: Literal["auto", "online", "offline", "off"] = HfArg(default="auto", help="auto: online when logged in")
 
@@ -674,12 +673,12 @@ class Trainer:
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
         self.config, self.reward_fn, self.env_step = config, reward_fn, env_step
-        self.times, self.draws = Counter(), 0
+        self.timed, self.draws = Stopwatch(), 0
         self.mesh = init_distributed(config)
         config.output_dir = find_folder(config.output_dir)
         path, context = find_model(config.model, self.mesh["tp"].size())
         self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
-        self.data = dataset_class(config.data)
+        self.data = dataset_class(config.eval_data if config.eval_only else config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
         engine_class = LocalEngine if config.engine == "local" else SGLangEngine
@@ -696,14 +695,16 @@ class Trainer:
         self.swap(to="actor")
         self.publish(start=True)
         self.swap(to="engine")
-        for step in range(config.steps + 1):            # step 0 only evaluates: the model as it came
+        last = 0 if config.eval_only else config.steps
+        for step in range(last + 1):                    # step 0 only evaluates: the model as it came
             metrics, samples = self.step() if step else ({}, [])
-            if self.eval_data and (step % config.eval_every == 0 or step == config.steps):
+            if self.eval_data and (step % config.eval_every == 0 or step == last):
                 metrics |= self.evaluate()
             self.log.write(step, metrics, samples)
             if config.save_every and 0 < step < config.steps and step % config.save_every == 0:
                 self.save(f"step-{step}")
-        self.save("model")
+        if not config.eval_only:
+            self.save("model")
         self.log.close()
         self.engine.close()
 
@@ -717,14 +718,14 @@ class Trainer:
 
     def step(self) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""
-        self.times = Counter({"time_reward": 0.0})
+        self.timed.clear()
         with self.timed("step"):
             samples = self.rollout()
             self.swap(to="actor")
             metrics = self.learn(samples) | self.publish()
             self.gate.judge_rollout(metrics["logprob_diff"])
             self.swap(to="engine")
-        return metrics | speed(self.actor.model.config, samples, self.times, self.mesh["dp"]), samples
+        return metrics | speed(self.actor.model.config, samples, self.timed, self.mesh["dp"]), samples
 
     def rollout(self) -> list[Sample]:
         """The samples of a step, of all ranks; with --dynamic_sampling of groups that teach, if enough of them come."""
@@ -776,13 +777,6 @@ class Trainer:
         partial_folder = Path(self.config.output_dir) / "partial"
         self.actor.save(partial_folder)
         self.log.complete(partial_folder, name)
-
-    @contextmanager
-    def timed(self, phase: str):
-        """Adds the seconds of a block to metric time_<phase>."""
-        start = time.perf_counter()
-        yield
-        self.times[f"time_{phase}"] += time.perf_counter() - start
 
     def act(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list[Sample]:
         """Plays `size` episodes of each (place, row). Returns those of this data-parallel rank, prompt by prompt."""

@@ -31,6 +31,7 @@ from transformers import TrainerCallback
 
 from bench import measure
 from tools.inputs import prompt_order
+from tools.speed import Stopwatch
 from train import TINY, Config, RLDataset, Sample, Trainer, env_step, reward_fn
 
 NEEDED = "trl==1.16.0"
@@ -85,22 +86,30 @@ class Phases:
         record |= dict(seconds=dict(self.seconds), positions=dict(self.positions))
 
 
+class Booked(Stopwatch):
+    """A stopwatch whose phases, those of the metrics, are booked as well."""
+
+    def __init__(self, phases: Phases):
+        super().__init__()
+        self.phases = phases
+
+    @contextmanager
+    def __call__(self, phase: str):
+        with self.phases.phase("rest" if phase == "step" else phase), super().__call__(phase):
+            yield
+
+
 class Ours(Trainer):
     """A Trainer that books its phases, and keeps a record of each step."""
 
     def __init__(self, config: Config):
         self.phases, self.records = Phases(), []
         super().__init__(config, RLDataset, reward_fn, env_step)
+        self.timed = Booked(self.phases)
         self.phases.count(self.engine.model)
         self.phases.count(self.actor.model)
         self.engine.sleep()
         self.publish(start=True)
-
-    @contextmanager
-    def timed(self, phase: str):
-        """The phases are those of the metrics."""
-        with self.phases.phase("rest" if phase == "step" else phase), super().timed(phase):
-            yield
 
     def turn(self):
         """One step."""

@@ -29,6 +29,8 @@ def check_config(config, given: set[str]):
     if config.group_size < 2 and compares_groups(config):
         raise UserError(f"--group_size must be 2 or more, not {config.group_size}: a group is its own measure with "
                         f"--baseline {config.baseline} and --normalize {config.normalize}")
+    if config.eval_only and not (config.eval_data and config.eval_every):
+        raise UserError("--eval_only needs --eval_data, and an --eval_every above 0")
     if config.engine not in ("sglang", "local") and not config.engine.startswith(("http://", "https://")):
         raise UserError(f"--engine must be auto, sglang, local or http://host:port, not {config.engine}")
     if config.engine != "local" and not find_spec("sglang"):

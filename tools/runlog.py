@@ -115,7 +115,8 @@ class RunLog:
         draw([self.folder], self.folder / "curve.png")
         if self.wandb:
             self.wandb.finish()
-        say(f"done: {self.folder / 'model'} is a Hugging Face model; {self.folder / 'curve.png'} shows how it learned")
+        if (self.folder / "model").exists():
+            say(f"done: {self.folder / 'model'} is a Hugging Face model, {self.folder / 'curve.png'} how it learned")
 
 
 def sample_record(sample) -> dict:

@@ -4,6 +4,9 @@ MFU (Chowdhery et al., arXiv:2204.02311, appendix B) is the share of a GPU's pea
 what gradient checkpointing computes twice counts once. `forward_flops` counts in the open.
 """
 import resource
+import time
+from collections import Counter
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,16 @@ from tools.ranks import reduce
 PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12,
          "A800": 312e12, "H800": 989e12, "H20": 148e12, "L40S": 362e12, "A10G": 70e12, "A10": 125e12, "L4": 121e12,
          "RTX 4090": 165e12, "RTX 3090": 71e12}
+
+
+class Stopwatch(Counter):
+    """Seconds by phase: `with timed("update"):` adds those of the block to timed["time_update"]."""
+
+    @contextmanager
+    def __call__(self, phase: str):
+        start = time.perf_counter()
+        yield
+        self[f"time_{phase}"] += time.perf_counter() - start
 
 
 def forward_flops(config, lengths: list[int], trained: int) -> float:
