@@ -193,4 +193,7 @@ class LocalEngine:
             self.model.get_parameter(name).copy_(value)
 
     def close(self):
-        """Nothing to end: there is no other process."""
+        """Ends the wave that is under way, if a rollout was dropped."""
+        if self.server and not self.server.done() and not self.loop.is_running():
+            self.server.cancel()
+            self.loop.run_until_complete(asyncio.wait([self.server]))

@@ -13,6 +13,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +33,7 @@ from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # a name that is no folder is refused at once
 
+import numpy
 import psutil
 import pytest
 import torch
@@ -45,7 +47,7 @@ from transformers import (
 import local_engine
 import rewards
 import train
-from bench import memory
+from bench import kills, memory
 from local_engine import LocalEngine, sample_tokens
 from recipes import code, gem_env, gsm8k, guess_number, math_python, prm, qa_search
 from recipes import reasoning_gym as gym
@@ -55,15 +57,17 @@ from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
 from recipes.turns import user_turn
 from tools import kernels
 from tools import plan as planner
+from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
 from tools.diagnose import Diagnosis
 from tools.gate import Gate, Scores
 from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_contact, parse_flags
 from tools.packing import by_sample
-from tools.ranks import make_meshes
+from tools.ranks import Stop, make_meshes
 from tools.runlog import averages, marked, sample_record
+from tools.scoring import best_of
 from tools.sglang_links import Patience, recent
 from tools.speed import forward_flops, speed
-from tools.weights import buckets, whole_tensors
+from tools.weights import buckets, move, whole_tensors
 from train import Config, RLDataset, Sample, Trainer
 
 HERE = Path(__file__).parent
@@ -468,7 +472,8 @@ def test_dynamic_sampling_replaces_groups_without_signal(mesh):
     for more, expected, used in ((0, [1, 0, 1, 1], 1), (1, [1, 0, 1, 1], 2), (2, [1, 0, 0, 1], 3),
                                  (9, [1, 0, 0, 1], 3)):
         config = Config(group_size=2, prompts_per_step=2, dynamic_sampling=more)
-        trainer = SimpleNamespace(config=config, draws=0, data=range(8), mesh=mesh, timed=lambda _: nullcontext())
+        trainer = SimpleNamespace(config=config, draws=0, data=range(8), mesh=mesh, timed=lambda _: nullcontext(),
+                                  stop=Stop())
         trainer.act = lambda data, prompts, size, temperature: [
             episode(1, [float(reward)]) for group in draws[trainer.draws - 1] for reward in group]
         assert [sample.reward for sample in Trainer.rollout(trainer)] == expected and trainer.draws == used
@@ -914,9 +919,9 @@ def test_a_moved_actor_goes_on_learning(mesh, tmp_path, monkeypatch):
     monkeypatch.setattr(moved.actor.model, "to", lambda device: moved.actor.model._apply(torch.clone))
     for _ in range(3):
         for trainer in (moved, still):
-            trainer.actor.move("cpu")
+            move(trainer.actor, "cpu")
             trainer.actor.update([trainer.micro_batches(some_samples())])
-    assert moved.actor.optimizer.state[moved.actor.parameters[0]]["exp_avg"].device.type == "cpu"
+    assert moved.actor.optimizer.state[next(iter(moved.actor.parameters.values()))]["exp_avg"].device.type == "cpu"
     for name, value in still.actor.weights().items():
         assert torch.equal(moved.actor.weights()[name].full_tensor(), value.full_tensor()), name
 
@@ -932,7 +937,7 @@ def test_offload_takes_turns(tmp_path, mesh, monkeypatch):
     for name in ("act", "compare", "publish", "batches"):
         setattr(trainer, name, noted(name, getattr(trainer, name)))
     trainer.engine.sleep = noted("sleep", trainer.engine.sleep)
-    trainer.actor.move = noted("move", lambda device: places.append(device))
+    monkeypatch.setattr(train, "move", noted("move", lambda policy, device: places.append(device)))
     trainer.config.device = "the GPU"
     trainer.actor.update = noted("update", lambda updates: {"logprob_diff": 0.0})
     trainer.batches = noted("batches", lambda samples: [])
@@ -955,7 +960,7 @@ def test_compiled_layers_compute_the_same(mesh, tmp_path, tokenizer, monkeypatch
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         expected.sum().backward()
         found.sum().backward()
-    for one, other in zip(plain.parameters, compiled.parameters):
+    for one, other in zip(plain.parameters.values(), compiled.parameters.values()):
         torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), rtol=1e-4, atol=1e-4)
 
 
@@ -1259,11 +1264,144 @@ def test_a_checkpoint_is_whole_and_replaces_the_last_one(tmp_path):
                       "if __name__ == '__main__': train.main(reward_fn=reward)\n")
     done = run(script, *SMALL, "--steps", 9, "--save_every", 1, "--output_dir", tmp_path / "run")
     assert done.returncode == 2 and "ZeroDivisionError" in done.stderr
-    assert [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()] == ["step-3"]
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/step-3")
-    assert AutoTokenizer.from_pretrained(tmp_path / "run/step-3").chat_template
-    done = run("train.py", *SMALL, "--steps", 2, "--save_every", 1, "--output_dir", tmp_path / "whole")
-    assert [path.name for path in (tmp_path / "whole").iterdir() if path.is_dir()] == ["model"], done.stderr
+    assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-2", "checkpoint-3"]    # the newest two
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "run/checkpoint-3/model")
+    assert AutoTokenizer.from_pretrained(tmp_path / "run/checkpoint-3/model").chat_template
+    assert not {path.suffix for path in (tmp_path / "run/checkpoint-3").rglob("*") if path.is_file()} & {
+        ".pt", ".bin", ".pkl", ".distcp", ".metadata"}      # nothing that loading could execute
+
+
+# ------------------------------------------------ resume --------------------------------------------------------------
+RESUMED = ("--wandb", "off", "--eval_every", 0, "--prompts_per_step", 8)
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory):
+    """Four steps of the embedded job by two tensor-parallel processes, with a checkpoint after the second."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    done = run("train.py", *RESUMED, "--steps", 4, "--save_every", 2, "--tp_size", 2, "--output_dir", folder,
+               processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
+    flags = SimpleNamespace(processes=2, steps=4)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert kills.start(whole, flags).wait() == 0
+    process = kills.start(killed, flags)
+    wait_for(lambda: (killed / "checkpoint-2").exists() and len((killed / "metrics.jsonl").read_text()) > 3000, process)
+    kills.kill(process)
+    assert kills.start(killed, flags, "--resume", "auto").wait() == 0
+    assert kills.differences(kills.kept(whole), kills.kept(killed)) == dict(metrics=0, samples=0, tensors=0)
+    assert len(kills.kept(whole)["metrics"]) == 5 and len(kills.kept(whole)["tensors"]) > 100
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_checkpoint_loads_under_another_number_of_ranks_and_tp(tmp_path, saved, processes):
+    done = run("train.py", "--resume", saved / "checkpoint-2", "--tp_size", 1, "--output_dir", tmp_path / "branch",
+               processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected, found = kills.kept(saved)["metrics"], kills.kept(tmp_path / "branch")["metrics"]
+    assert [record["step"] for record in found] == [1, 2, 3, 4] and found[:2] == expected[:2]
+    for name in ("loss", "grad_norm", "entropy", "reward"):
+        assert found[2][name] == pytest.approx(expected[2][name], abs=1e-5, rel=1e-4), name
+
+
+def test_what_cannot_be_resumed_ends_in_one_line(tmp_path, saved):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    state = copy / "checkpoint-4/state"
+    shard = next(state.iterdir())
+    alone = ("--tp_size", 1, "--resume")
+    other = random_model(tmp_path / "other", "qwen3", tied=True)
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{train.TINY['model']}/{name}", other)
+
+    def said(*arguments) -> str:
+        done = run("train.py", *arguments)
+        assert done.returncode == 2 and done.stderr.count("\ntrain.py: ") + done.stderr.startswith("train.py: ") == 1
+        return done.stderr.splitlines()[-1]
+
+    assert "checkpoint-4 is later, and would be lost" in said(*alone, copy / "checkpoint-2")
+    assert "is neither a checkpoint nor a run that has one" in said(*alone, tmp_path)
+    assert "--output_dir, which must be given" in said(*alone, "auto")
+    assert "is of another model" in said(*alone, copy, "--model", other, "--output_dir", tmp_path / "new")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert f"{shard.name} has" in said(*alone, copy) and "checkpoint-2, too" in said(*alone, copy)
+    (copy / "checkpoint-4/state.json").write_text("{")
+    assert "checkpoint-4 is damaged" in said(*alone, copy)
+    assert "holds a run already" in said(*RESUMED, "--output_dir", saved)
+    (tmp_path / "file").touch()
+    assert "cannot be made" in said(*RESUMED, "--output_dir", tmp_path / "file/run")
+    done = run("train.py", *alone, copy / "checkpoint-2", "--output_dir", tmp_path / "branch")
+    assert done.returncode == 0, done.stderr            # what is whole is not harmed
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
+    small = "ulimit -f 6000; exec "                     # blocks of 1 kB a file: room for the model, not for Adam
+    command = f"{sys.executable} train.py --steps 4 --save_every 1 --prompts_per_step 8 --eval_every 0 --wandb off"
+    done = subprocess.run(["bash", "-c", f"{small}{command} --output_dir {tmp_path / 'run'}"], cwd=HERE,
+                          env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and "could not be written: " in done.stderr.splitlines()[-1], done.stderr[-2000:]
+    assert not (tmp_path / "run/partial").exists() and not checkpoints(tmp_path / "run")
+
+
+@pytest.mark.parametrize("number, processes", [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, number, processes):
+    folder, log = tmp_path / "run", (tmp_path / "log").open("w+")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if processes == 2 else []
+    process = subprocess.Popen([sys.executable, *launcher, "train.py", *map(str, RESUMED), "--steps", "400",
+                                "--output_dir", str(folder)], cwd=HERE, env=ENVIRONMENT, stdout=log, stderr=log,
+                               start_new_session=True)
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and (folder / "metrics.jsonl").read_text(), process)
+    time.sleep(1)
+    os.killpg(process.pid, number)                      # as a terminal does; torchrun passes it on once more
+    code = process.wait(timeout=60)
+    log.seek(0)
+    text = log.read()
+    assert f"{number.name}: ended after step" in text and code == 0 if processes == 1 else "ended after step" in text
+    (checkpoint,) = checkpoints(folder)
+    step = json.loads((checkpoint / "state.json").read_text())["step"]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == step
+    done = run("train.py", "--resume", folder, "--steps", step + 1, processes=processes)
+    assert done.returncode == 0 and f"step {step + 1} |" in done.stdout, done.stderr[-3000:]
+
+
+def test_random_states_survive_json():
+    before = json.loads(json.dumps(random_states()))
+
+    def drawn():
+        return random.random(), float(numpy.random.rand()), random.gauss(0, 1), float(torch.rand(()))
+
+    first = drawn()
+    set_random_states(before)
+    assert drawn() == first
+
+
+def test_a_resumed_run_has_its_older_flags(saved):
+    found = parse_flags(Config, train.TINY, ["--resume", str(saved), "--lr", "1", "--algo", "dr_grpo"], flags_of)
+    assert (found.prompts_per_step, found.steps, found.tp_size, found.lr) == (8, 4, 2, 1.0)
+    assert (found.output_dir, found.normalize, found.aggregation) == ("", "none", "constant")   # of the row given now
+
+
+def test_best_of_by_hand():
+    # Of 4 samples with 1 right, the best of 2 is right in 3 of 6 choices, the best of 4 always.
+    assert best_of([[0, 1, 0, 0], [0, 0, 0, 0]]) == {"eval_pass@2": 0.25, "eval_pass@4": 0.5}
+    assert best_of([[3.0, -1.0, 1.0]]) == {"eval_pass@2": pytest.approx((3 + 3 + 1) / 3), "eval_pass@3": 3.0}
+    assert best_of([[1.0], [0.0]]) == {}
+
+
+def test_the_target_ends_a_run_and_eval_only_begins_none(tmp_path):
+    done = run("train.py", *RESUMED, "--eval_every", 1, "--target", 0.1, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0 and "the target is reached: eval_score 0.2" in done.stdout, done.stderr[-2000:]
+    found = json.loads((tmp_path / "run/target.json").read_text())
+    assert found["step"] == 0 and found["seconds"] > 0 and found["tokens"] == 0 and found["device"]
+    model = tmp_path / "run/model"
+    done = run("train.py", "--model", model, "--data", train.TINY["data"], "--eval_data", train.TINY["eval_data"],
+               "--max_new_tokens", 64, "--eval_only", "True", "--wandb", "off", "--output_dir", tmp_path / "again")
+    assert done.returncode == 0 and f"eval_score {found['eval_score']:.3f}" in done.stdout, done.stderr[-2000:]
+    assert not (tmp_path / "again/model").exists()
 
 
 # ------------------------------------------------ the gate ------------------------------------------------------------
@@ -1431,7 +1569,7 @@ def test_the_death_of_a_colocated_sglang_ends_the_run(tmp_path):
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
          *map(str, SMALL), "--engine", "sglang", "--save_every", "1", "--prompts_per_step", "64",
          "--output_dir", str(tmp_path / "run")], cwd=HERE, env=ENVIRONMENT | SGLANG, stdout=log, stderr=log)
-    wait_for(lambda: (tmp_path / "run/step-2").exists(), training)
+    wait_for(lambda: (tmp_path / "run/checkpoint-2").exists(), training)
     time.sleep(1)                                                   # into the rollout of a step
     children = psutil.Process(training.pid).children(recursive=True)
     engines = [child for child in children if "sglang::scheduler" in " ".join(child.cmdline())]
@@ -1442,7 +1580,7 @@ def test_the_death_of_a_colocated_sglang_ends_the_run(tmp_path):
     print(f"ended {time.monotonic() - start:.1f} s after the death of its engine")
     log.seek(0)
     assert len(re.findall("train.py: SGLang died", log.read())) == 1
-    saved = max((tmp_path / "run").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    saved = checkpoints(tmp_path / "run")[-1] / "model"
     assert AutoModelForCausalLM.from_pretrained(saved) and AutoTokenizer.from_pretrained(saved)
     time.sleep(3)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
@@ -2070,7 +2208,7 @@ def numbers_of(model: str, mesh, tokenizer, samples: list[Sample], config: Confi
     """What a row, or a critic, makes of samples: loss and gradient of an update that is off-policy."""
     trainer = make_trainer(config, mesh)
     trainer.reference, trainer.engine = trainer.actor, SimpleNamespace(exact=False, vocab_size=len(tokenizer))
-    trainer.models = []
+    trainer.learners = {}
     projected = []
     clip = torch.nn.utils.clip_grad_norm_
 
@@ -2233,9 +2371,9 @@ def in_flight(url: str, output: str):
     prompts = [train.encode_prompt(trainer.tokenizer, trainer.data[i]) for i in range(8)]
     waiting = [asyncio.run_coroutine_threadsafe(engine.generate(ids, 1.0, 0), engine.loop) for ids in prompts]
     time.sleep(0.7)
-    old = [parameter.detach().clone() for parameter in actor.parameters]
+    old = [parameter.detach().clone() for parameter in actor.parameters.values()]
     with torch.no_grad():
-        for parameter in actor.parameters:
+        for parameter in actor.parameters.values():
             parameter.mul_(1.05)
     engine.push(actor.whole_weights())
     made = [(ids, *future.result()[:3]) for ids, future in zip(prompts, waiting)]
@@ -2245,7 +2383,7 @@ def in_flight(url: str, output: str):
     for weights in (2, 1):
         if weights == 1:
             with torch.no_grad():
-                for parameter, value in zip(actor.parameters, old):
+                for parameter, value in zip(actor.parameters.values(), old):
                     parameter.copy_(value)
         for version in (1, 2):
             samples = [Sample([], {}, prompt + ids, [0] * len(prompt) + [int(v == version) for v in versions],

@@ -19,12 +19,11 @@ skip it on a first reading. Part III is the loop, and the place to start.
 Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens, N trained tokens, V vocabulary.
 """
 import math
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,23 +39,23 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from tqdm.asyncio import tqdm
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, get_scheduler
-from transformers.hf_argparser import HfArg
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, get_scheduler, set_seed
 
 import rewards
 from local_engine import LocalEngine
+from tools.checkpoint import find_run, flags_of, load_checkpoint, random_states, save_checkpoint
 from tools.checks import check_config
 from tools.gate import Gate
-from tools.inputs import (JSON, UserError, check_prompts, find_folder, find_model, find_tokenizer, load_rows,
+from tools.inputs import (JSON, UserError, check_prompts, find_model, find_tokenizer, flag, load_rows,
                           parse_flags, prompt_order)
 from tools.kernels import HeadLogprobs, packed_attention
-from tools.packing import by_sample, laid_out, lay_out, pack
-from tools.ranks import gather, init_distributed, reduce
+from tools.packing import by_sample, hand_back, laid_out, lay_out, pack, per_sample
+from tools.ranks import Stop, Stopped, gather, init_distributed, reduce
 from tools.runlog import RunLog, one_line_errors
-from tools.scoring import ask, score
+from tools.scoring import ask, best_of, score
 from tools.sglang_links import Colocated, Servers, run
 from tools.speed import Stopwatch, speed, update_metrics
-from tools.weights import export, whole_weights
+from tools.weights import export, move, whole_weights
 
 
 # ================================================ Part I: the algorithm ===============================================
@@ -104,71 +103,69 @@ TINY = dict(  # what a bare `train.py` runs on a machine without a GPU
 class Config:
     """Every knob of a run, a flag each; `--help` lists them."""
     # the task
-    model: str = HfArg(default="Qwen/Qwen2.5-3B-Instruct", help="folder or Hub name of a Qwen2, Qwen2.5 or Qwen3 model")
-    data: str = HfArg(default="Jiayi-Pan/Countdown-Tasks-3to4:train[512:]",
-                      help=".jsonl, .json or .parquet file, or owner/name[/config] on the Hub; may end in :split")
-    eval_data: str = HfArg(default="Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", help="as --data; '' for none")
+    model: str = flag("Qwen/Qwen2.5-3B-Instruct", "folder or Hub name of a Qwen2, Qwen2.5 or Qwen3 model")
+    data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[512:]", "file or owner/name[/config], maybe with :split")
+    eval_data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", "as --data; '' for none")
     # rollout
-    engine: str = HfArg(default="auto", help="sglang, on the trainer's GPUs; http://host:port[,http://...], SGLang "
-                        "servers that run already; local; auto: sglang where it and a GPU are there, else local")
-    prompts_per_step: int = HfArg(default=64, help="prompts a step, over all ranks")
-    group_size: int = HfArg(default=8, help="completions a prompt (G)")
-    max_new_tokens: int = HfArg(default=1024, help="longest turn of the policy, in tokens")
-    max_turns: int = HfArg(default=1, help="turns of the policy in an episode; above 1, env_step answers each")
-    temperature: float = HfArg(default=1.0, help="of sampling, and so of the trained log-probs")
+    engine: str = flag("auto", "sglang, on the trainer's GPUs; http://host:port[,http://...], SGLang servers that run "
+                       "already; local; auto: sglang where it and a GPU are there, else local")
+    prompts_per_step: int = flag(64, "prompts a step, over all ranks")
+    group_size: int = flag(8, "completions a prompt (G)")
+    max_new_tokens: int = flag(1024, "longest turn of the policy, in tokens")
+    max_turns: int = flag(1, "turns of the policy in an episode; above 1, env_step answers each")
+    temperature: float = flag(1.0, "of sampling, and so of the trained log-probs")
     # algorithm
-    algo: Literal[tuple(ALGORITHMS)] = HfArg(default="grpo", help="row of the table of algorithms")
-    baseline: Literal["none", "mean", "leave_one_out"] | None = HfArg(
-        default=None, help="of a group, for the whole completion; none: each turn has its own return. As --algo says, "
-        "if not given; so with all flags whose default is None")
-    normalize: Literal["none", "group", "turns", "tokens"] | None = HfArg(
-        default=None, help="over what advantages get a standard deviation of 1")
-    ratio: Literal["token", "step", "sequence"] | None = HfArg(default=None, help="what has one ratio pi / pi_old")
-    surrogate: Literal["clip", "cispo", "reinforce"] | None = HfArg(default=None, help="what is maximised for a token")
-    aggregation: Literal["sequence", "step", "token", "constant"] | None = HfArg(
-        default=None, help="what weighs the same in the loss; constant: tokens, by 1 / max_new_tokens")
-    clip_low: float | None = HfArg(default=None, help="the ratio counts down to 1 - clip_low")
-    clip_high: float | None = HfArg(default=None, help="the ratio counts up to 1 + clip_high")
-    dual_clip: float = HfArg(default=0.0, help="bound on the ratio of tokens with A < 0, such as 3; 0: none")
-    gamma: float = HfArg(default=1.0, help="discount of rewards from turn to turn")
-    kl_coef: float = HfArg(default=0.0, help="of the divergence from the first policy; 0 loads no reference model")
-    kl_estimator: Literal["k1", "k2", "k3"] | None = HfArg(default=None, help="of that divergence")
-    kl_in: Literal["loss", "reward"] | None = HfArg(default=None, help="where that divergence is charged")
-    entropy_coef: float = HfArg(default=0.0, help="of the bonus for entropy in the loss")
-    tis_cap: float = HfArg(default=0.0, help="truncated importance sampling for what engine and actor differ in: "
-                           "largest weight of a token, such as 2; 0: off")
-    dynamic_sampling: int | None = HfArg(default=None, help="more rollouts a step, at most, for groups without signal")
-    overlong_buffer: float | None = HfArg(default=None, help="share of max_new_tokens over which the reward falls by 1")
-    mask_truncated: bool | None = HfArg(default=None, help="no gradient from completions that were cut off")
-    updates_per_step: int = HfArg(default=1, help="optimiser steps a rollout, each on its share of the prompts")
+    algo: Literal[tuple(ALGORITHMS)] = flag("grpo", "row of the table of algorithms")
+    # None, of a flag that follows: as --algo says
+    baseline: Literal["none", "mean", "leave_one_out"] | None = flag(None, "of a group; none: each turn for itself")
+    normalize: Literal["none", "group", "turns", "tokens"] | None = flag(None, "over what advantages have a std of 1")
+    ratio: Literal["token", "step", "sequence"] | None = flag(None, "what has one ratio pi / pi_old")
+    surrogate: Literal["clip", "cispo", "reinforce"] | None = flag(None, "what is maximised for a token")
+    aggregation: Literal["sequence", "step", "token", "constant"] | None = flag(None, "what weighs the same in a loss")
+    clip_low: float | None = flag(None, "the ratio counts down to 1 - clip_low")
+    clip_high: float | None = flag(None, "the ratio counts up to 1 + clip_high")
+    dual_clip: float = flag(0.0, "bound on the ratio of tokens with A < 0, such as 3; 0: none")
+    gamma: float = flag(1.0, "discount of rewards from turn to turn")
+    kl_coef: float = flag(0.0, "of the divergence from the first policy; 0 loads no reference model")
+    kl_estimator: Literal["k1", "k2", "k3"] | None = flag(None, "of that divergence")
+    kl_in: Literal["loss", "reward"] | None = flag(None, "where that divergence is charged")
+    entropy_coef: float = flag(0.0, "of the bonus for entropy in the loss")
+    tis_cap: float = flag(0.0, "truncated importance sampling, engine against actor: largest weight, such as 2; 0: off")
+    dynamic_sampling: int | None = flag(None, "more rollouts a step, at most, for groups without signal")
+    overlong_buffer: float | None = flag(None, "share of max_new_tokens over which the reward falls by 1")
+    mask_truncated: bool | None = flag(None, "no gradient from completions that were cut off")
+    updates_per_step: int = flag(1, "optimiser steps a rollout, each on its share of the prompts")
     # optimiser
-    steps: int = HfArg(default=200, help="rollouts in all")
-    lr: float = HfArg(default=1e-6, help="peak learning rate of AdamW")
-    lr_schedule: Literal["constant_with_warmup", "cosine"] = HfArg(default="constant_with_warmup", help="of lr")
-    warmup_steps: int = HfArg(default=5, help="optimiser steps from 0, the first, to the peak")
-    max_grad_norm: float = HfArg(default=1.0, help="bound on the one norm over all ranks and parameters")
+    steps: int = flag(200, "rollouts in all")
+    lr: float = flag(1e-6, "peak learning rate of AdamW")
+    lr_schedule: Literal["constant_with_warmup", "cosine"] = flag("constant_with_warmup", "of lr")
+    warmup_steps: int = flag(5, "optimiser steps from 0, the first, to the peak")
+    max_grad_norm: float = flag(1.0, "bound on the one norm over all ranks and parameters")
     # machine
-    tp_size: int = HfArg(default=0, help="ranks that share each layer; 0: 2 on an even number of GPUs, else 1")
-    dp_replicate: int = HfArg(default=1, help="whole copies of the sharded model, such as one a machine (HSDP)")
-    device: Literal[("cuda", "cpu") if GPU else ("cpu",)] = HfArg(default="cuda" if GPU else "cpu", help="of the actor")
-    dtype: Literal["bfloat16", "float32"] = HfArg(default="bfloat16" if GPU else "float32", help="of compute")
-    tokens_per_micro_batch: int = HfArg(default=8192, help="budget of one packed forward and backward pass on a rank")
-    gradient_checkpointing: bool = HfArg(default=True, help="recompute activations: slower, but far less memory")
-    offload: bool = HfArg(default=False, help="keep the actor and Adam in CPU memory while the engine samples")
-    compile: bool = HfArg(default=False, help="torch.compile each layer and the log-probs: a minute at the start")
-    sglang_args: JSON = HfArg(default_factory=lambda: JSON(mem_fraction_static=0.5), help="JSON for sglang.Engine")
-    bucket_mb: float = HfArg(default=512, help="weights on their way to SGLang at once, in MB; a tensor is never cut")
-    engine_timeout: float = HfArg(default=1800, help="seconds that SGLang may be silent in before it counts as dead")
-    gate: Literal["stop", "warn", "off"] = HfArg(default="stop", help="when engine and actor disagree on log-probs")
+    tp_size: int = flag(0, "ranks that share each layer; 0: 2 on an even number of GPUs, else 1")
+    dp_replicate: int = flag(1, "whole copies of the sharded model, such as one a machine (HSDP)")
+    device: Literal[("cuda", "cpu") if GPU else ("cpu",)] = flag("cuda" if GPU else "cpu", "of the actor")
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16" if GPU else "float32", "of compute")
+    tokens_per_micro_batch: int = flag(8192, "budget of one packed forward and backward pass on a rank")
+    gradient_checkpointing: bool = flag(True, "recompute activations: slower, but far less memory")
+    offload: bool = flag(False, "keep the actor and Adam in CPU memory while the engine samples")
+    compile: bool = flag(False, "torch.compile each layer and the log-probs: a minute at the start")
+    sglang_args: JSON = flag(JSON(mem_fraction_static=0.5), "JSON for sglang.Engine")
+    bucket_mb: float = flag(512, "weights on their way to SGLang at once, in MB; a tensor is never cut")
+    engine_timeout: float = flag(1800, "seconds that SGLang may be silent in before it counts as dead")
+    gate: Literal["stop", "warn", "off"] = flag("stop", "when engine and actor disagree on log-probs")
     # the run
-    seed: int = HfArg(default=0, help="of the order of the data, and of samples (SGLang: see generate)")
-    output_dir: str = HfArg(default="", help="where the run writes; empty: runs/<time>")
-    eval_every: int = HfArg(default=10, help="steps between evaluations, one of them before step 1; 0: never")
-    eval_samples: int = HfArg(default=1, help="completions a prompt in an evaluation (n of avg@n and pass@n)")
-    eval_temperature: float = HfArg(default=0.0, help="of evaluations; 0: greedy")
-    eval_only: bool = HfArg(default=False, help="evaluate the model as it is, and end")
-    save_every: int = HfArg(default=0, help="steps between exports of the model; the newest stays; 0: at the end")
-    wandb: Literal["auto", "online", "offline", "off"] = HfArg(default="auto", help="auto: online when logged in")
+    seed: int = flag(0, "of the order of the data, and of samples (SGLang: see generate)")
+    output_dir: str = flag("", "where the run writes; empty: runs/<time>")
+    eval_every: int = flag(10, "steps between evaluations, one of them before step 1; 0: never")
+    eval_samples: int = flag(1, "completions a prompt in an evaluation: n of avg@n, the largest k of pass@k")
+    eval_temperature: float = flag(0.0, "of evaluations; 0: greedy")
+    eval_only: bool = flag(False, "evaluate the model as it is, and end")
+    target: float = flag(math.inf, "end when eval_score reaches it, and write what that took")
+    save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
+    keep_checkpoints: int = flag(2, "the newest that stay")
+    resume: str = flag("", "checkpoint or run to go on from, with its flags; auto: the one in --output_dir, if any")
+    wandb: Literal["auto", "online", "offline", "off"] = flag("auto", "auto: online when logged in")
 
     def __post_init__(self):
         chosen = COMMON | ALGORITHMS[self.algo]
@@ -192,6 +189,7 @@ class Sample:
     """One episode: what the dataset asked, and what came of it. Lists are per token [T], the prompt's first."""
     messages: list[dict]                                    # the chat that becomes the prompt
     row: dict                                               # the dataset's row, for reward_fn
+    key: tuple[int, ...] = ()                               # the prompt's place in the run, the number in its group
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
     logprobs: list[float] = field(default_factory=list)     # the engine's, at its temperature; 0 where mask is 0
@@ -204,6 +202,8 @@ class Sample:
     rewards: list[float] = field(default_factory=list)      # one a step
     advantages: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)  # the first policy's, where --kl_coef asks for it
+    entropy: list[float] = field(default_factory=list)      # where it was trained on; and the actor's log-probs then,
+    logprob_diff: list[float] = field(default_factory=list)  # less the engine's: to look at, not to learn from
     metrics: dict[str, float] = field(default_factory=dict)  # what else reward_fn wants averaged and logged
 
     @property
@@ -314,7 +314,8 @@ class Batch:
     ref_logprobs: torch.Tensor                  # [N]
     weights: torch.Tensor                       # [N], in the loss: 1, until it is known what for
     old_logprobs: torch.Tensor | None = None    # [N]; None: those of the very pass that the loss is made of
-    samples = ()                                # whose they are; not a field, for FSDP looks for tensors in all fields
+    samples = ()                                # whose they are; no field, nor what follows: FSDP looks into all fields
+    entropy = logprob_diff = None               # [N], of the pass that was trained on
 
 
 def make_batch(samples: list[Sample], device: str) -> Batch:
@@ -545,12 +546,6 @@ class Policy:
         """The sharded model, not yet filled."""
         return shard(empty_model(path), self.mesh, self.config)
 
-    def move(self, device: str):
-        """Takes everything to a device: out of the engine's way, or back."""
-        self.model.to(device)
-        if device == "cpu" and GPU:
-            torch.cuda.empty_cache()
-
     def weights(self) -> dict[str, DTensor]:
         """The weights themselves, sharded and in fp32, by their names in a file; a tied head is in none."""
         tied = self.model.config.tie_word_embeddings
@@ -565,8 +560,8 @@ class Actor(Policy):
     def __init__(self, path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
         super().__init__(path, mesh, config, vocab_size)
         self.on_the_way = dict(limit=config.bucket_mb * 2**20, device=config.device, dtype=getattr(torch, config.dtype))
-        self.parameters = list(self.model.parameters())     # now: once gathered, FSDP shows other tensors
-        self.optimizer = torch.optim.AdamW(self.parameters, config.lr, betas=(0.9, 0.99), weight_decay=0.0,
+        self.parameters = dict(self.model.named_parameters())   # now: once gathered, FSDP shows other tensors
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), config.lr, betas=(0.9, 0.99), weight_decay=0.0,
                                            fused=True)
         self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
                                        config.steps * config.updates_per_step)
@@ -581,7 +576,8 @@ class Actor(Policy):
                 for name, value in (counts | {"loss": loss.detach()}).items():
                     sums[name] += value
                 worst = max(worst, gap)
-            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm, foreach=True))
+            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm,
+                                                        foreach=True))
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
@@ -593,6 +589,7 @@ class Actor(Policy):
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         """The loss of a micro-batch, sums over its tokens for `update_metrics`, and the largest gap to the engine."""
         logprobs, entropy = self.logprobs(batch)
+        batch.entropy, batch.logprob_diff = entropy.detach(), logprobs.detach() - batch.engine_logprobs
         loss, cut = policy_loss(logprobs, entropy, batch, self.config)
         old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
         real = batch.weights > 0
@@ -603,12 +600,6 @@ class Actor(Policy):
         if self.config.kl_coef:
             sums["kl"] = kl_divergence(logprobs.detach(), batch.ref_logprobs, "k3") * real
         return loss, {name: value.sum().float() for name, value in sums.items()}, gap.max()
-
-    def move(self, device: str):
-        """Adam's state goes with the weights."""
-        for state in self.optimizer.state.values():
-            state |= {name: value.to(device) for name, value in state.items()}
-        super().move(device)
 
     def whole_weights(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Names and whole tensors in the run's dtype, bucket by bucket; all ranks take them together."""
@@ -625,11 +616,11 @@ class SGLangEngine:
     exact = False       # its kernels are not the actor's: log-probs differ by more than the order of a sum
 
     def __init__(self, path: str, tokenizer, mesh: dict[str, DeviceMesh], config: Config):
-        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)    # else SGLang's process groups wait at torchrun's store
         self.config, self.version = config, 0
         self.share = slice(None) if mesh["tp"].get_local_rank() == 0 else slice(0)  # it asks for its whole group
         self.link = Colocated(path, mesh["tp"], config) if config.engine == "sglang" else Servers(config)
         self.loop, self.vocab_size = self.link.loop, AutoConfig.from_pretrained(path).vocab_size
+        self.sleep, self.close = self.link.sleep, self.link.close   # asleep it forgets all: a push must follow
         self.sampling = dict(stop_token_ids=[tokenizer.eos_token_id], top_p=1.0, top_k=-1, min_p=0.0,
                              repetition_penalty=1.0)    # said aloud: a server may have defaults of its own
 
@@ -650,10 +641,6 @@ class SGLangEngine:
                 versions[span["start"]:span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
         return new_ids, logprobs, versions, reason["type"] == "length"
 
-    def sleep(self):
-        """Leaves the GPUs to the update. A colocated SGLang forgets its weights and its cache: a push must follow."""
-        self.link.sleep()
-
     def push(self, weights: Iterable[list[tuple[str, torch.Tensor]]]):
         """Wakes SGLang up with new weights, whole ones bucket by bucket; all ranks call it together."""
         self.version += 1
@@ -662,10 +649,6 @@ class SGLangEngine:
             self.link.send(bucket, self.version)
         self.link.end()
 
-    def close(self):
-        """Ends SGLang's processes, or leaves the servers alone."""
-        self.link.close()
-
 
 # ================================================ Part III: the loop ==================================================
 class Trainer:
@@ -673,48 +656,69 @@ class Trainer:
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
         self.config, self.reward_fn, self.env_step = config, reward_fn, env_step
-        self.timed, self.draws = Stopwatch(), 0
+        self.timed, self.draws, self.stop = Stopwatch(), 0, Stop()
         self.mesh = init_distributed(config)
-        config.output_dir = find_folder(config.output_dir)
+        set_seed(config.seed + dist.get_rank())         # for a reward_fn that draws; training itself draws nothing
         path, context = find_model(config.model, self.mesh["tp"].size())
         self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
         self.data = dataset_class(config.eval_data if config.eval_only else config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
+        self.checkpoint, self.state = find_run(config)
         engine_class = LocalEngine if config.engine == "local" else SGLangEngine
         self.engine = engine_class(path, self.tokenizer, self.mesh, config)
         self.actor = Actor(path, self.mesh, config, self.engine.vocab_size)
         self.reference = Policy(path, self.mesh, config, self.engine.vocab_size) if config.kl_coef else None
-        self.models = [model for model in (self.actor, self.reference) if model]
+        self.learners = {"actor": self.actor}           # what a checkpoint holds
         self.gate = Gate(config, self.actor.model.config.tie_word_embeddings, self.probe, self.rescore)
-        self.log = RunLog(asdict(config), __file__, self.tokenizer, enabled=dist.get_rank() == 0)
+        self.log = RunLog(asdict(config), __file__, self.tokenizer, len(self.data), dist.get_rank() == 0,
+                          self.checkpoint and self.checkpoint.parent, self.state.get("log"))
 
     def fit(self):
         """Runs all steps with evaluations between them, and leaves the model as a Hugging Face folder."""
         config = self.config
-        self.swap(to="actor")
-        self.publish(start=True)
-        self.swap(to="engine")
         last = 0 if config.eval_only else config.steps
-        for step in range(last + 1):                    # step 0 only evaluates: the model as it came
-            metrics, samples = self.step() if step else ({}, [])
-            if self.eval_data and (step % config.eval_every == 0 or step == last):
-                metrics |= self.evaluate()
-            self.log.write(step, metrics, samples)
-            if config.save_every and 0 < step < config.steps and step % config.save_every == 0:
-                self.save(f"step-{step}")
-        if not config.eval_only:
-            self.save("model")
+        self.start()
+        try:
+            for step in range(self.state["step"] + 1, last + 1):    # step 0 only evaluates: the model as it came
+                metrics, samples = self.step() if step else ({}, [])
+                if self.eval_data and (step % config.eval_every == 0 or step == last):
+                    metrics |= self.evaluate()
+                self.log.write(step, metrics, samples)
+                self.state = dict(step=step, draws=self.draws, version=self.engine.version, random=random_states(),
+                                  log=self.log.state())
+                if config.save_every and step and step % config.save_every == 0:
+                    self.save_checkpoint()
+                if metrics.get("eval_score", -math.inf) >= config.target:
+                    self.log.reached(step, metrics["eval_score"])
+                    break
+                if step < last:
+                    self.stop.check()
+            if not config.eval_only:
+                self.save(Path(config.output_dir) / "model")
+        except Stopped as stopped:
+            self.save_checkpoint()
+            self.log.stopped(str(stopped), self.state["step"])
         self.log.close()
         self.engine.close()
 
+    def start(self):
+        """Takes over a checkpoint, if there is one, and hands the engine its first weights."""
+        self.swap(to="actor")
+        if self.checkpoint:
+            load_checkpoint(self.checkpoint, self.state, self.learners)
+            self.draws, self.engine.version = self.state["draws"], self.state["version"] - 1
+            self.gate.pushes = self.engine.version
+        self.publish(start=True)
+        self.swap(to="engine")
+        self.stop.listen()
+
     def evaluate(self) -> dict[str, float]:
-        """The mean reward on the evaluation data (avg@n); with several samples a prompt, that of the best (pass@n)."""
+        """The mean reward on the evaluation data (avg@n); with several samples a prompt, that of the best of k, too."""
         size, prompts = self.config.eval_samples, list(enumerate(range(len(self.eval_data))))
         played = gather(self.act(self.eval_data, prompts, size, self.config.eval_temperature), self.mesh["dp"])
         scores = [sample.reward for sample in played]
-        best = [max(scores[i:i + size]) for i in range(0, len(scores), size)]
-        return {"eval_score": fmean(scores)} | ({"eval_best": fmean(best)} if size > 1 else {})
+        return {"eval_score": fmean(scores)} | best_of([scores[i:i + size] for i in range(0, len(scores), size)])
 
     def step(self) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""
@@ -732,11 +736,12 @@ class Trainer:
         config, size, chosen, others = self.config, self.config.group_size, [], []
         for _ in range(1 + config.dynamic_sampling):
             self.draws += 1
-            with self.timed("rollout"):
+            with self.timed("rollout"), self.stop.may_drop():
                 prompts = prompt_order(self.draws, len(self.data), config)
                 played = self.act(self.data, prompts, size, config.temperature)
             with self.timed("wait"):        # for the ranks that are not through
-                played = gather(played, self.mesh["dp"])
+                played = sorted(gather(played, self.mesh["dp"]), key=lambda sample: sample.key)
+                self.stop.check()
             for group in (played[i:i + size] for i in range(0, len(played), size)):
                 teaches = not config.dynamic_sampling or len({sample.reward for sample in group}) > 1
                 (chosen if teaches else others).extend(group)
@@ -754,7 +759,9 @@ class Trainer:
             self.compare(samples)
             updates = self.batches(samples)
         with self.timed("update"):
-            return self.actor.update(updates)
+            metrics = self.actor.update(updates)
+            hand_back(samples, sum(updates, []), ("entropy", "logprob_diff"), self.mesh["dp"])
+        return metrics
 
     def swap(self, to: str):
         """Frees the devices for the next phase: of the engine for the actor, with --offload the other way, too."""
@@ -762,8 +769,8 @@ class Trainer:
             if to == "actor":
                 self.engine.sleep()
             if self.config.offload:
-                for model in self.models:
-                    model.move(self.config.device if to == "actor" else "cpu")
+                for model in filter(None, (*self.learners.values(), self.reference)):
+                    move(model, self.config.device if to == "actor" else "cpu")
 
     def publish(self, start: bool = False) -> dict[str, float]:
         """Hands the actor's weights to the engine, and lets the gate see whether they arrived."""
@@ -772,11 +779,14 @@ class Trainer:
         with self.timed("gate"):
             return self.gate.check(start)
 
-    def save(self, name: str):
-        """Exports the model into the run's folder, in place of the last step's. It gets its name when it is whole."""
-        partial_folder = Path(self.config.output_dir) / "partial"
-        self.actor.save(partial_folder)
-        self.log.complete(partial_folder, name)
+    def save(self, folder: Path):
+        """Exports the model as a Hugging Face folder."""
+        self.actor.save(folder)
+        self.log.add_tokenizer(folder)
+
+    def save_checkpoint(self):
+        """Writes what self.state, of the last whole step, goes with."""
+        save_checkpoint(self.config, self.state, self.learners, self.save)
 
     def act(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list[Sample]:
         """Plays `size` episodes of each (place, row). Returns those of this data-parallel rank, prompt by prompt."""
@@ -788,18 +798,18 @@ class Trainer:
         for place, row in mine:
             prompt = dataset[row]
             prompt.append(encode_prompt(self.tokenizer, prompt), mask=0)
-            episodes += [self.episode(deepcopy(prompt), (place, i), temperature) for i in range(size)]
+            episodes += [self.episode(replace(deepcopy(prompt), key=(place, i)), temperature) for i in range(size)]
         return episodes
 
     def play(self, episodes: list) -> list[Sample]:
         """Runs episodes, all at once, on this rank's share of an engine. Returns those of its tensor-parallel group."""
-        bar = tqdm.gather(*episodes, desc="rollout", leave=False, disable=None if dist.get_rank() == 0 else True)
-        return gather(run(self.engine.loop, bar), self.mesh["tp"])
+        with_bar = partial(tqdm.gather, desc="rollout", leave=False, disable=None if dist.get_rank() == 0 else True)
+        return gather(run(self.engine.loop, self.stop.together(episodes, with_bar)), self.mesh["tp"])
 
-    async def episode(self, sample: Sample, key: tuple[int, ...], temperature: float) -> Sample:
+    async def episode(self, sample: Sample, temperature: float) -> Sample:
         """One rollout with its reward. Its randomness hangs on the run's seed and its key alone."""
         def generate(ids, turn):
-            return self.engine.generate(ids, temperature, hash((self.config.seed, *key, turn)))
+            return self.engine.generate(ids, temperature, hash((self.config.seed, *sample.key, turn)))
 
         await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns, self.room)
         with self.timed("reward"):      # a sum over samples, within time_rollout; waits of async rewards overlap
@@ -808,11 +818,10 @@ class Trainer:
 
     def probe(self, rows: list[int], temperature: float, limit: int) -> list[Sample]:
         """For the gate: what the engine of this rank makes of some prompts, at most `limit` tokens of each."""
-        def started(i, row):
-            return rollout(self.data[row % len(self.data)], self.tokenizer,
-                           lambda ids, turn: self.engine.generate(ids, temperature, i, limit), None, 1, self.room)
-
-        return self.play([started(i, row) for i, row in list(enumerate(rows))[self.engine.share]])
+        return self.play([rollout(
+            self.data[row % len(self.data)], self.tokenizer,
+            lambda ids, turn, seed=seed: self.engine.generate(ids, temperature, seed, limit), None, 1, self.room)
+            for seed, row in list(enumerate(rows))[self.engine.share]])
 
     @torch.no_grad()
     def rescore(self, samples: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -825,11 +834,8 @@ class Trainer:
     @torch.no_grad()
     def token_values(self, samples: list[Sample], model) -> list[list[float]]:
         """What model(batch), [N], says of samples that all ranks have, a list [T] for each. Ranks share the work."""
-        found, place = [], {id(sample): i for i, sample in enumerate(samples)}
-        for batch in self.share(samples, samples[0]):
-            found += zip((place[id(sample)] for sample in batch.samples), by_sample(batch, model(batch)))
-        found = dict(gather(found, self.mesh["dp"]))
-        return [found[i] for i in range(len(samples))]
+        batches = self.share(samples, samples[0])
+        return per_sample(samples, batches, [model(batch) for batch in batches], self.mesh["dp"])
 
     def compare(self, samples: list[Sample]):
         """Sets the advantages of whole groups."""
@@ -884,7 +890,7 @@ class Trainer:
 def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer_class=Trainer):
     """Runs a training; a recipe hands over what it replaces."""
     with one_line_errors():
-        trainer_class(parse_flags(config_class, TINY, sys.argv[1:]), dataset_class, reward_fn, env_step).fit()
+        trainer_class(parse_flags(config_class, TINY, sys.argv[1:], flags_of), dataset_class, reward_fn, env_step).fit()
     dist.barrier()          # nobody leaves before rank 0 has written everything
     dist.destroy_process_group()
 

@@ -14,10 +14,9 @@ evaluation, which would sample from another policy than the one that is trained.
 from dataclasses import dataclass
 from typing import Literal
 
-from transformers.hf_argparser import HfArg
 
 import rewards
-from tools.inputs import UserError
+from tools.inputs import UserError, flag
 from train import Config, RLDataset, Sample, Trainer, main
 
 PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
@@ -42,7 +41,7 @@ PROTOCOLS = {   # the reward, and what an evaluation samples
 @dataclass
 class GSM8KConfig(Config):
     """What train.py has, and a protocol."""
-    protocol: Literal[tuple(PROTOCOLS)] = HfArg(default="tapeagents", help="whose reward and evaluation")
+    protocol: Literal[tuple(PROTOCOLS)] = flag("tapeagents", "whose reward and evaluation")
 
     def __post_init__(self):
         for name, value in PROTOCOLS[self.protocol][1].items():

@@ -13,11 +13,10 @@ import asyncio
 import re
 from dataclasses import dataclass
 
-from transformers.hf_argparser import HfArg
 
 import rewards
 from recipes.turns import user_turn
-from tools.inputs import UserError
+from tools.inputs import UserError, flag
 from tools.sandbox import run_python
 from train import MATH, Config, RLDataset, Sample, Trainer, main
 
@@ -29,9 +28,9 @@ SECONDS = 5.0
 @dataclass
 class ToolConfig(Config):
     """What train.py has, and the tool."""
-    max_turns: int = HfArg(default=6, help="turns of the policy in an episode")
-    tool: bool = HfArg(default=True, help="whether there is one")
-    tool_uses: int = HfArg(default=5, help="programs that an episode may run")
+    max_turns: int = flag(6, "turns of the policy in an episode")
+    tool: bool = flag(True, "whether there is one")
+    tool_uses: int = flag(5, "programs that an episode may run")
 
     def __post_init__(self):
         if self.tool_uses < 0:

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import torch
-from transformers.hf_argparser import HfArg
 
-from tools.inputs import UserError, prompt_order
+from tools.inputs import UserError, flag, prompt_order
 from train import Batch, Config, Sample, Trainer, gather, main
 
 
 @dataclass
 class OneStepOffConfig(Config):
     """What train.py has, and how far ahead to sample."""
-    max_staleness: int = HfArg(default=1, help="batches sampled ahead: no token is more pushes older than the actor")
+    max_staleness: int = flag(1, "batches sampled ahead: no token is more pushes older than the actor")
 
     def __post_init__(self):
         super().__post_init__()
@@ -49,6 +48,7 @@ class OneStepOff(Trainer):
     def begin(self, last: int):
         """Begins the rollouts up to number `last`, as far as they are not."""
         config = self.config
+        self.begun = max(self.begun, self.draws - 1)        # after --resume
         for draw in range(self.begun + 1, min(last, config.steps) + 1):
             prompts = prompt_order(draw, len(self.data), config)
             episodes = self.episodes(self.data, prompts, config.group_size, config.temperature)
@@ -62,7 +62,7 @@ class OneStepOff(Trainer):
         with self.timed("rollout"):         # what is left of it to wait for
             samples = gather(self.ahead.popleft().result(), self.mesh["tp"])
         with self.timed("wait"):
-            return gather(samples, self.mesh["dp"])
+            return sorted(gather(samples, self.mesh["dp"]), key=lambda sample: sample.key)
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
         """As ever, and says how old the samples are."""

@@ -20,10 +20,9 @@ from itertools import accumulate, compress
 from typing import Literal
 
 import torch
-from transformers.hf_argparser import HfArg
 
 from recipes.critic import Critic, gae
-from tools.inputs import UserError, find_model
+from tools.inputs import UserError, find_model, flag
 from tools.packing import by_sample, column
 from train import Config, Sample, Trainer, firsts, main, make_batch, normalized, penalties, token_weights
 
@@ -37,10 +36,10 @@ CRITICS = {  # what --algo would choose
 @dataclass
 class PPOConfig(Config):
     """What train.py has, and the critic."""
-    critic: Literal[tuple(CRITICS)] = HfArg(default="ppo", help="what has a value: each token, or each step (appo)")
-    critic_lr: float = HfArg(default=1e-6, help="peak learning rate of the critic")
-    gae_lambda: float = HfArg(default=1.0, help="1: the advantage is the return less the value; 0: one step ahead")
-    value_clip: float = HfArg(default=0.2, help="how far an update may move a value, at no cost")
+    critic: Literal[tuple(CRITICS)] = flag("ppo", "what has a value: each token, or each step (appo)")
+    critic_lr: float = flag(1e-6, "peak learning rate of the critic")
+    gae_lambda: float = flag(1.0, "1: the advantage is the return less the value; 0: one step ahead")
+    value_clip: float = flag(0.2, "how far an update may move a value, at no cost")
 
     def __post_init__(self):
         if self.algo != "grpo":
@@ -82,7 +81,7 @@ class PPO(Trainer):
         config = self.config
         path, _ = find_model(config.model, self.mesh["tp"].size())
         self.critic = Critic(path, self.mesh, replace(config, lr=config.critic_lr), self.engine.vocab_size)
-        self.models.append(self.critic)
+        self.learners["critic"] = self.critic
         self.line_ends = {i for i in range(len(self.tokenizer)) if "\n" in self.tokenizer.decode([i])}
 
     def compare(self, samples: list[Sample]):

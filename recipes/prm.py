@@ -22,10 +22,9 @@ from typing import Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.hf_argparser import HfArg
 
 from recipes.ppo import CRITICS, PPO, PPOConfig
-from tools.inputs import UserError
+from tools.inputs import UserError, flag
 from train import Sample, Trainer, gather, main
 
 CONVENTIONS = {     # the tag, and the tokens of a good and of a bad step
@@ -38,9 +37,9 @@ WITHOUT_CRITIC = dict(baseline="none", normalize="turns", ratio="step", aggregat
 @dataclass
 class PRMConfig(PPOConfig):
     """What recipes/ppo.py has, and the PRM."""
-    prm: str = HfArg(default="", help="folder, Hub name, or http://host:port/path of a process-reward model")
-    convention: Literal[tuple(CONVENTIONS)] = HfArg(default="math_shepherd", help="tag and tokens of the PRM")
-    credit: Literal["appo", "tppo", "grpo"] = HfArg(default="appo", help="how steps share what came of them")
+    prm: str = flag("", "folder, Hub name, or http://host:port/path of a process-reward model")
+    convention: Literal[tuple(CONVENTIONS)] = flag("math_shepherd", "tag and tokens of the PRM")
+    credit: Literal["appo", "tppo", "grpo"] = flag("appo", "how steps share what came of them")
 
     def __post_init__(self):
         if not self.prm:

@@ -17,10 +17,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers.hf_argparser import HfArg
 
 from recipes.turns import user_turn
-from tools.inputs import UserError
+from tools.inputs import UserError, flag
 from train import Config, RLDataset, Sample, Trainer, main
 
 PROMPT = ("{}\nTo look something up, write <search>words</search> and wait. When you know the answer, write it alone "
@@ -30,9 +29,9 @@ PROMPT = ("{}\nTo look something up, write <search>words</search> and wait. When
 @dataclass
 class SearchConfig(Config):
     """What train.py has, and the index."""
-    max_turns: int = HfArg(default=4, help="turns of the policy in an episode")
-    index: str = HfArg(default="", help="a folder of texts, or http://host:port/retrieve")
-    passages: int = HfArg(default=3, help="how many a search returns")
+    max_turns: int = flag(4, "turns of the policy in an episode")
+    index: str = flag("", "a folder of texts, or http://host:port/retrieve")
+    passages: int = flag(3, "how many a search returns")
 
     def __post_init__(self):
         if not self.index:

@@ -6,7 +6,7 @@ from tools.inputs import UserError
 
 POSITIVE = ("prompts_per_step", "group_size", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
             "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout", "dp_replicate",
-            "eval_samples")
+            "eval_samples", "keep_checkpoints")
 NOT_NEGATIVE = ("gamma", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tis_cap", "dynamic_sampling",
                 "overlong_buffer", "eval_temperature", "warmup_steps", "eval_every", "save_every")
 
@@ -31,6 +31,8 @@ def check_config(config, given: set[str]):
                         f"--baseline {config.baseline} and --normalize {config.normalize}")
     if config.eval_only and not (config.eval_data and config.eval_every):
         raise UserError("--eval_only needs --eval_data, and an --eval_every above 0")
+    if config.eval_only and config.resume:
+        raise UserError("--eval_only measures a --model; that of a checkpoint is the folder model/ in it")
     if config.engine not in ("sglang", "local") and not config.engine.startswith(("http://", "https://")):
         raise UserError(f"--engine must be auto, sglang, local or http://host:port, not {config.engine}")
     if config.engine != "local" and not find_spec("sglang"):

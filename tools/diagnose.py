@@ -8,8 +8,12 @@ TRUNCATED, CLIPPED, COLLAPSED = 0.3, 0.2, 0.2       # shares: of completions; of
 class Diagnosis:
     """Call it once a step, in order."""
 
-    def __init__(self, config: dict):
-        self.config, self.first, self.low, self.high = config, None, float("inf"), -float("inf")
+    def __init__(self, config: dict, first: dict | None = None, low: float = float("inf"), high: float = -float("inf")):
+        self.config, self.first, self.low, self.high = config, first, low, high
+
+    def memory(self) -> dict:
+        """What to begin with to go on from here."""
+        return dict(first=self.first, low=self.low, high=self.high)
 
     def __call__(self, record: dict[str, float], samples: list) -> str:
         """The sentences for a step, from its metrics and its samples, group by group."""

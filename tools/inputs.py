@@ -1,6 +1,6 @@
 """What a user hands in: flags, a model, data, prompts. Each is checked, and what is wrong ends in one clear line."""
 import json
-import time
+from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -9,7 +9,7 @@ from datasets import load_dataset
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
-from transformers.hf_argparser import HfArgumentParser
+from transformers.hf_argparser import HfArg, HfArgumentParser
 
 FAMILIES = ("qwen2", "qwen3", "llama")      # Qwen2.5 is a qwen2
 
@@ -24,12 +24,22 @@ class JSON(dict):
     def __init__(self, *text, **items):
         super().__init__(*(json.loads(part) if isinstance(part, str) else part for part in text), **items)
 
+    def copy(self) -> "JSON":
+        """A new one with the same items."""
+        return JSON(self)
 
-def parse_flags(config_class, tiny: dict, arguments: list[str]):
+
+def flag(default, text: str):
+    """A field of a configuration: the default of its flag, and what --help says of it."""
+    values = dict(default_factory=default.copy) if isinstance(default, dict) else dict(default=default)
+    return HfArg(help=text, **values)
+
+
+def parse_flags(config_class, tiny: dict, arguments: list[str], saved=None):
     """Flags to an instance of a dataclass; `tiny` gives other defaults where there is neither a GPU nor a --model.
 
-    With --data of one's own the default --eval_data is none. Raises UserError, with argparse's sentence for an unknown
-    flag or a wrong type.
+    With --data of one's own the default --eval_data is none; with --resume the defaults are saved(resume, output_dir),
+    the flags of that run. Raises UserError, with argparse's sentence for an unknown flag or a wrong type.
     """
     def raise_user_error(message: str):
         raise UserError(message)
@@ -41,17 +51,13 @@ def parse_flags(config_class, tiny: dict, arguments: list[str]):
         parser.set_defaults(**tiny)
     if "--data" in given:
         parser.set_defaults(eval_data="")
-    return config_class(**vars(parser.parse_args(arguments)))
-
-
-def find_folder(name: str) -> str:
-    """The folder of this run, the same on every rank: by default named by the time. Raises UserError if in use."""
-    name = name or time.strftime("runs/%Y-%m-%d_%H-%M-%S")
-    found = [name, (Path(name) / "metrics.jsonl").exists()]
-    dist.broadcast_object_list(found)       # the clock and the disk of rank 0, which alone writes there
-    if found[1]:
-        raise UserError(f"--output_dir {found[0]} holds a run already; name another folder, or remove that one")
-    return found[0]
+    flags = vars(parser.parse_args(arguments))
+    if flags.get("resume"):
+        older = saved(flags["resume"], flags["output_dir"])
+        chosen = {field.name for field in fields(config_class) if field.default is None} if "--algo" in given else ()
+        parser.set_defaults(**{name: older[name] for name in older.keys() & flags.keys() - set(chosen)})
+        flags = vars(parser.parse_args(arguments))
+    return config_class(**flags)
 
 
 def find_model(name: str, tp_size: int) -> tuple[str, int]:

@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch.nn.functional import pad
 
+from tools.ranks import gather
+
 
 def pack(samples: list, budget: int, ranks: int) -> list[list]:
     """Splits samples into micro-batches of about equal size and at most `budget` tokens, as many for each rank.
@@ -58,3 +60,20 @@ def by_sample(batch, values: torch.Tensor) -> list[list[float]]:
     """Values of a batch's trained tokens, [N] -> a list [T] for each of its samples, 0 where nothing is trained."""
     flat = values.new_zeros(batch.ids.numel()).index_put((batch.source + 1,), values)
     return [part.tolist() for part in flat.split(batch.bounds.diff().tolist())]
+
+
+def per_sample(samples: list, batches: list, values: list[torch.Tensor], dp) -> list[list[float]]:
+    """Values [N] of each batch, of all ranks of the mesh dp -> a list [T] for each sample; empty if in no batch."""
+    place, found = {id(sample): i for i, sample in enumerate(samples)}, []
+    for batch, of_batch in zip(batches, values):
+        found += zip((place[id(sample)] for sample in batch.samples), by_sample(batch, of_batch))
+    found = dict(gather(found, dp))
+    return [found.get(i, []) for i in range(len(samples))]
+
+
+def hand_back(samples: list, batches: list, names: tuple[str, ...], dp):
+    """Gives samples, as lists [T], what batches have by these names, tensors [N]."""
+    for name in names:
+        found = per_sample(samples, batches, [getattr(batch, name) for batch in batches], dp)
+        for sample, values in zip(samples, found):
+            setattr(sample, name, values)

@@ -18,10 +18,9 @@ from typing import Literal
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.hf_argparser import HfArg
 
 from local_engine import LocalEngine
-from tools.inputs import FAMILIES, JSON, UserError, brief, parse_flags
+from tools.inputs import FAMILIES, JSON, UserError, brief, flag, parse_flags
 from tools.kernels import CHUNK
 from train import TINY, Config
 
@@ -36,9 +35,9 @@ STEP = 1024         # tokens between the budgets that are tried
 @dataclass
 class PlanConfig(Config):
     """What train.py has, and the machine to plan for."""
-    device: Literal["cuda", "cpu"] = HfArg(default=Config.device, help="of the actor")
-    processes: int = HfArg(default=0, help="ranks in all, as torchrun starts them; 0: one for each GPU here, else 1")
-    gpu_gb: float = HfArg(default=0, help="plan for GPUs of so many GB (1e9 bytes) and, unless told otherwise, for "
+    device: Literal["cuda", "cpu"] = flag(Config.device, "of the actor")
+    processes: int = flag(0, "ranks in all, as torchrun starts them; 0: one for each GPU here, else 1")
+    gpu_gb: float = flag(0, "plan for GPUs of so many GB (1e9 bytes) and, unless told otherwise, for "
                           "cuda, bfloat16 and sglang; 0: for this machine")
 
     def __post_init__(self):

@@ -2,8 +2,12 @@
 
 It works without torchrun, too: one process is alone. Values travel on gloo even between GPUs.
 """
+import asyncio
 import logging
 import os
+import signal
+import time
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -66,3 +70,60 @@ def gather(items: list, mesh: DeviceMesh) -> list:
     parts = [None] * mesh.size()
     dist.all_gather_object(parts, items, mesh.get_group())
     return sum(parts, [])
+
+
+class Stopped(Exception):
+    """Somebody wants the run to end, and all ranks know."""
+
+
+class Stop:
+    """SIGTERM or Ctrl-C, sent to any rank, ends the run between two steps; a second one ends the process at once.
+
+    torchrun passes on at once what a terminal has sent already, so a second signal counts from SECONDS later.
+    """
+    SECONDS = 2.0
+
+    def __init__(self):
+        self.heard, self.since, self.tasks, self.dropping = 0, 0.0, [], False
+
+    def listen(self):
+        """From now on; not sooner, for SGLang sets handlers of its own when it starts."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.hear)
+
+    def hear(self, number: int, frame):
+        """The handler."""
+        if self.heard and time.monotonic() - self.since > self.SECONDS:
+            os._exit(128 + number)
+        self.heard, self.since = number, self.since or time.monotonic()
+        if self.dropping:
+            self.cancel()
+
+    def cancel(self):
+        """Ends the episodes that are under way."""
+        for task in self.tasks:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    @contextmanager
+    def may_drop(self):
+        """Around a rollout: when the run is to end, nobody needs to wait for it."""
+        self.dropping = True
+        yield
+        self.dropping = False
+
+    async def together(self, episodes: list, gather) -> list:
+        """The results of coroutines at once, as `gather` collects them; none if they have been dropped."""
+        self.tasks = [asyncio.ensure_future(episode) for episode in episodes]
+        if self.heard and self.dropping:
+            self.cancel()
+        try:
+            return await gather(*self.tasks)
+        except asyncio.CancelledError:
+            return []
+
+    def check(self):
+        """Raises Stopped on all ranks if any of them is to end."""
+        heard = torch.tensor(self.heard)
+        dist.all_reduce(heard, dist.ReduceOp.MAX)
+        if heard:
+            raise Stopped(signal.Signals(int(heard)).name)

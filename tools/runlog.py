@@ -5,6 +5,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -18,12 +19,14 @@ from tqdm import tqdm
 from tools.curve import draw
 from tools.diagnose import Diagnosis
 from tools.inputs import UserError, lost_contact
+from tools.speed import hardware
 
 # In a step's line, in this order; the reward's own metrics follow.
 SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", "grad_norm": ".2f",
          "clip_fraction": ".3f", "logprob_diff": ".0e", "gate_diff": ".0e", "staleness": ".2f",
          "response_length": ".0f", "truncated": ".2f"}
 ENCODER = json.JSONEncoder(default=str, check_circular=False)      # made once: there are many samples
+LOGS = ("metrics.jsonl", "samples.jsonl")
 PHASES = ("rollout", "wait", "swap", "logprobs", "update", "push", "gate")      # of a step, as they follow
 
 
@@ -47,6 +50,7 @@ def one_line_errors():
         message, code = (lost_contact(error), 1) if isinstance(error, RuntimeError) else (str(error), 2)
         if not message:
             raise
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
         end(message, code)
@@ -55,17 +59,31 @@ def one_line_errors():
 class RunLog:
     """Writes one run to `config["output_dir"]` and to the screen; with enabled=False, on the other ranks, nothing."""
 
-    def __init__(self, config: dict, source: str, tokenizer, enabled: bool):
+    def __init__(self, config: dict, source: str, tokenizer, rows: int, enabled: bool, older: Path | None = None,
+                 state: dict | None = None):
+        state = state or {}
         self.enabled, self.tokenizer, self.folder = enabled, tokenizer, Path(config["output_dir"])
         if not enabled:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.config, self.began = config, time.monotonic()
+        self.totals = state.get("totals", {"seconds": 0.0, "tokens": 0})
+        self.metrics, self.samples = (
+            reopened(older and older / name, self.folder / name, state.get(name, 0)) for name in LOGS)
         (self.folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
         shutil.copy(source, self.folder / "train.py")
-        self.metrics = (self.folder / "metrics.jsonl").open("w")
-        self.samples = (self.folder / "samples.jsonl").open("w")
-        self.wandb, self.diagnosis = start_wandb(config), Diagnosis(config)
+        self.diagnosis = Diagnosis(config, **state.get("diagnosis", {}))
+        self.wandb = start_wandb(config, state.get("wandb"))
         say(f"{config['model']} learns {config['data']}; all of this run is in {self.folder}")
+        say(f"{rows} rows, an epoch every {rows / config['prompts_per_step']:g} steps: a step may begin the next one, "
+            "so no row is left out")
+
+    def state(self) -> dict:
+        """What it takes to go on from here: how long the files are, and what is counted over the whole run."""
+        if not self.enabled:
+            return {}
+        lengths = {name: os.fstat(file.fileno()).st_size for name, file in zip(LOGS, (self.metrics, self.samples))}
+        totals = self.totals | {"seconds": self.totals["seconds"] + time.monotonic() - self.began}
+        return lengths | dict(totals=totals, diagnosis=self.diagnosis.memory(), wandb=self.wandb and self.wandb.id)
 
     def write(self, step: int, metrics: dict[str, float], samples: list):
         """Adds a step: its line on the screen, its object in metrics.jsonl, its samples; of the first, one in full."""
@@ -85,6 +103,7 @@ class RunLog:
             diagnosis = self.diagnosis(record, samples)
             if diagnosis:
                 say(f"{margin} | {diagnosis}")
+        self.totals["tokens"] += record.get("tokens", 0)
         self.metrics.write(json.dumps(record) + "\n")
         self.metrics.flush()
         for sample in samples:
@@ -93,18 +112,28 @@ class RunLog:
         if self.wandb:
             self.wandb.log(record, step=step)
 
-    def complete(self, model: Path, name: str):
-        """Adds the tokenizer to a folder with weights, gives it its name, and only then removes the last one."""
+    def add_tokenizer(self, model: Path):
+        """Makes a folder with weights one that loads by itself."""
         if not self.enabled:
             return
         self.tokenizer.save_pretrained(model)
         stops = Path(self.tokenizer.name_or_path) / "generation_config.json"     # its stop tokens
         if stops.exists():
             shutil.copy(stops, model)
-        model.rename(self.folder / name)
-        for older in self.folder.glob("step-*"):
-            if older.name != name and older.is_dir():
-                shutil.rmtree(older)
+
+    def reached(self, step: int, score: float):
+        """Writes what it took to get to --target: seconds and tokens from step 1 on, and on which machine."""
+        if not self.enabled:
+            return
+        found = dict(target=self.config["target"], eval_score=score, step=step, **self.state()["totals"], **hardware())
+        (self.folder / "target.json").write_text(json.dumps(found, indent=1) + "\n")
+        say(f"the target is reached: eval_score {score:.3f} at step {step}, after {found['seconds']:.0f} s and "
+            f"{found['tokens']} tokens on {found['processes']} x {found['device']}")
+
+    def stopped(self, signal: str, step: int):
+        """The last line of a run that was asked to end."""
+        if self.enabled:
+            say(f"{signal}: ended after step {step}; the same command with --resume {self.folder} goes on from there")
 
     def close(self):
         """Closes the files, and draws the curve."""
@@ -117,6 +146,19 @@ class RunLog:
             self.wandb.finish()
         if (self.folder / "model").exists():
             say(f"done: {self.folder / 'model'} is a Hugging Face model, {self.folder / 'curve.png'} how it learned")
+
+
+def reopened(older: Path | None, path: Path, length: int):
+    """A text file to write on: new, or with the first `length` bytes of an older one, which may be the same."""
+    if older is None:
+        return path.open("w")
+    if older.resolve() != path.resolve():
+        shutil.copy(older, path)
+    if path.stat().st_size < length:
+        raise UserError(f"{older} is shorter than when its checkpoint was made: it has {path.stat().st_size} of "
+                        f"{length} bytes")
+    os.truncate(path, length)
+    return path.open("a")
 
 
 def sample_record(sample) -> dict:
@@ -172,8 +214,11 @@ def marked(sample, tokenizer) -> str:
     return text
 
 
-def start_wandb(config: dict):
-    """A wandb run, or None; never asks. "auto" is online for who is logged in, and off for everyone else."""
+def start_wandb(config: dict, older: str | None):
+    """A wandb run, which may go on with an older one; or None. It never asks.
+
+    "auto" is online for who is logged in, and off for everyone else.
+    """
     mode = config["wandb"]
     if mode == "off":
         return None
@@ -184,4 +229,5 @@ def start_wandb(config: dict):
     if mode == "auto" and not wandb.login(prompt=False):
         return None
     mode = "online" if mode == "auto" else mode
-    return wandb.init(project="grpo", config=config, dir=config["output_dir"], mode=mode)
+    return wandb.init(project="grpo", config=config, dir=config["output_dir"], mode=mode, id=older,
+                      resume="allow")

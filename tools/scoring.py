@@ -3,6 +3,8 @@ import inspect
 import math
 import numbers
 from itertools import compress
+from operator import mul
+from statistics import fmean
 
 from tools.inputs import UserError
 
@@ -31,3 +33,15 @@ async def score(sample, reward_fn) -> list[float]:
         wanted = f"{steps} finite numbers, one a step" if isinstance(found, list) else "one finite number"
         raise UserError(f"reward_fn must return {wanted}, not {found!r}; the row was {sample.row}")
     return [float(reward) for reward in rewards]
+
+
+def best_of(groups: list[list[float]]) -> dict[str, float]:
+    """Rewards of n samples of each prompt -> {"eval_pass@k": mean reward of the best of k of them} for k = 2, 4, .. n.
+
+    Over all choices of k among the n; with rewards of 0 and 1 it is pass@k (Chen et al., arXiv:2107.03374, eq. 1).
+    """
+    n, found = len(groups[0]), {}
+    for k in sorted({*(2 ** i for i in range(1, n.bit_length())), n} - {1}):
+        chances = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]     # that place i of n, sorted, is the best
+        found[f"eval_pass@{k}"] = fmean(sum(map(mul, chances, sorted(group))) for group in groups)
+    return found

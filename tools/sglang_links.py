@@ -73,10 +73,16 @@ class Patience:
             task.cancel()
 
 
+def leave_torchrun():
+    """Process groups of SGLang's making would wait at torchrun's store."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+
+
 class Colocated:
     """SGLang in processes of its own on the GPUs of a tensor-parallel group, whose first rank speaks to it."""
 
     def __init__(self, path: str, tp, config):
+        leave_torchrun()
         self.engine, self.tp, self.patience = None, tp, Patience(config.engine_timeout)
         self.loop, self.recent, self.buffer = asyncio.new_event_loop(), False, torch.empty(0)
         if tp.get_local_rank() == 0:

@@ -3,6 +3,8 @@
 MFU (Chowdhery et al., arXiv:2204.02311, appendix B) is the share of a GPU's peak that the model's own arithmetic takes:
 what gradient checkpointing computes twice counts once. `forward_flops` counts in the open.
 """
+import os
+import platform
 import resource
 import time
 from collections import Counter
@@ -48,6 +50,12 @@ def peak_gb() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def hardware() -> dict:
+    """What this run is on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU"
+    return dict(device=device, processes=dist.get_world_size(), cores=os.cpu_count(), torch=torch.__version__)
 
 
 def update_metrics(sums: dict[str, float], updates: int) -> dict[str, float]:

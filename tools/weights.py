@@ -65,6 +65,16 @@ def whole_weights(weights: dict[str, DTensor], limit: float, device: str, dtype:
         yield list(zip(names, whole_tensors([weights[name] for name in names], device, dtype)))
 
 
+def move(policy, device: str):
+    """Takes a train.Policy to a device, with Adam's state if it has one: out of the engine's way, or back."""
+    if hasattr(policy, "optimizer"):
+        for state in policy.optimizer.state.values():
+            state |= {name: value.to(device) for name, value in state.items()}
+    policy.model.to(device)
+    if device == "cpu" and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def export(weights: dict[str, DTensor], folder: Path, config, limit: float, device: str, dtype: torch.dtype):
     """Writes weights and the model's config as a Hugging Face folder, in files of about 4 GB, from global rank 0.
 
