@@ -12,7 +12,8 @@ const CHUNK = 300;                      // tokens that become elements, or text 
 const state = { view: [], chosen: -1, column: "", whole: true };
 
 samples.forEach((sample, index) => {
-  Object.assign(sample, { index, decoded: {}, reward: Number(sample.reward), metrics: sample.metrics ?? {} });
+  const length = sample.trained.reduce((sum, [start, end]) => sum + end - start, 0);      // in trained tokens
+  Object.assign(sample, { index, length, decoded: {}, reward: Number(sample.reward), metrics: sample.metrics ?? {} });
   (groups[sample.group].members ??= []).push(sample);
 });
 
@@ -130,13 +131,12 @@ function pill(sample) {
 
 function card(sample) {
   const { tokens, trained, rewards = [] } = sample, many = trained.length > 1, group = groups[sample.group];
-  const count = trained.reduce((sum, [start, end]) => sum + end - start, 0);
   const metrics = Object.entries(sample.metrics).map(([name, value]) =>
     make("span", "", make("span", "quiet", `${name} `), short(value)));
   const given = (start, end) => turn("environment, not trained", sample, tokens.slice(start, end), start, false);
   const article = make("article", "", make("header", "number",
     make("b", "", `Completion ${group.members.indexOf(sample) + 1}`), pill(sample),
-    make("span", "", `${count} tokens`), sample.truncated ? make("span", "cut", "cut off") : "", ...metrics));
+    make("span", "", `${sample.length} tokens`), sample.truncated ? make("span", "cut", "cut off") : "", ...metrics));
   let place = 0;
   trained.forEach(([start, end], i) => {
     if (start > place) article.append(given(place, start));
@@ -199,7 +199,7 @@ function row(place) {
   const element = make("div", before?.group === sample.group ? "row" : "row first",
     make("p", "", pill(sample), ...line),
     make("p", "number", `step ${group.step}, prompt ${group.number}, completion ${group.members.indexOf(sample) + 1}`,
-         `, ${sample.tokens.length} tokens`, sample.truncated ? make("span", "cut", ", cut off") : ""));
+         `, ${sample.length} tokens`, sample.truncated ? make("span", "cut", ", cut off") : ""));
   element.style.top = `${place * ROW}px`;
   element.setAttribute("role", "option");
   element.setAttribute("aria-selected", String(sample.index === state.chosen));
@@ -224,7 +224,7 @@ function applyFilters() {
   const number = (id, otherwise) => $(id).value === "" ? otherwise : Number($(id).value);
   const bounds = ["reward", "step"].map(id => [number(`${id}-from`, -Infinity), number(`${id}-to`, Infinity)]);
   const key = $("sort").value, sign = Number($("order").value);
-  const keys = { "": sample => sample.index, reward: sample => sample.reward, length: sample => sample.tokens.length };
+  const keys = { "": sample => sample.index, reward: sample => sample.reward, length: sample => sample.length };
   const keyOf = keys[key] ?? (sample => Number(sample.metrics[key.slice(7)] ?? NaN));
   state.view = samples.filter(sample => {
     const group = groups[sample.group];

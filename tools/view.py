@@ -116,8 +116,8 @@ class Packer:
 
 def scale(values: np.ndarray) -> dict[str, float]:
     """Where a column has its full colours: the size that 1 % exceed, above 0 and below, if there are such values."""
-    values = values[np.isfinite(values)]
-    bound = float(f"{np.quantile(np.abs(values), 0.99):.3g}") if len(values) else 0.0
+    size = np.abs(values[np.isfinite(values)])
+    bound = float(f"{np.quantile(size, 0.99) or size.max():.3g}") if len(size) else 0.0
     return {"low": -bound * bool((values < 0).any()), "high": bound * bool((values > 0).any())}
 
 
