@@ -48,8 +48,10 @@ def of_steps(found: dict[int, list[int]], steps: str) -> dict[int, list[int]]:
 def spread(found: dict[int, list[int]], limit: int, group_size: int) -> dict[int, list[int]]:
     """At most `limit` samples (0: all), of evenly spread steps from the first to the last.
 
-    Of steps so large that not even two of them fit, it takes the first groups.
+    Of steps so large that not even two of them fit, it takes the first groups. Raises UserError for a limit below 0.
     """
+    if limit < 0:
+        raise UserError(f"--limit {limit}: it must be 0, for all samples, or more")
     if not limit or sum(map(len, found.values())) <= limit:
         return found
     steps = sorted(found)
@@ -76,9 +78,12 @@ def load_samples(path: Path, chosen: dict[int, list[int]]) -> Iterator[tuple[int
             for place, offset in enumerate(offsets):
                 file.seek(offset)
                 try:
-                    yield place, json.loads(file.readline(), parse_constant=str)
+                    record = json.loads(file.readline(), parse_constant=str)
                 except ValueError as error:
                     raise UserError(f"{path}: sample {place + 1} of step {step} is no JSON: {brief(error)}") from error
+                if not {"ids", "trained"} <= record.keys():
+                    raise UserError(f"{path}: sample {place + 1} of step {step} lacks ids or trained")
+                yield place, record
 
 
 def laid_out(value, mask: np.ndarray) -> np.ndarray | None:

@@ -40,15 +40,27 @@ function spell(tokens) {
   return texts;
 }
 
-function characters(parts) {            // a character is shown at the token that completes it; what is none, as bytes
+function characters(parts) {            // a character stands at the token that completes it; what is none, as bytes
+  const texts = decoded(parts) ?? [];
+  while (texts.length < parts.length) {
+    let found, count = 0;
+    while (!found && count++ < 8) found = decoded(parts.slice(texts.length, texts.length + count));
+    texts.push(...found ?? [parts[texts.length].map(byte => `\\x${hex(byte)}`).join("")]);
+  }
+  return texts;
+}
+
+function decoded(parts) {               // undefined where these bytes are no whole characters
   try {
     const decoder = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
     const texts = parts.map(bytes => decoder.decode(new Uint8Array(bytes), { stream: true }));
     decoder.decode();
-    return texts.map(text => text || "◦");
-  } catch {
-    return parts.map(bytes => bytes.map(byte => "\\x" + byte.toString(16).padStart(2, "0")).join(""));
-  }
+    return texts;
+  } catch {}
+}
+
+function hex(byte) {
+  return byte.toString(16).padStart(2, "0");
 }
 
 // Control, format and lone surrogate characters, which show nothing or turn text around; not the joiners of emoji.
@@ -99,8 +111,9 @@ function fill(chunk, live) {
   chunk.run.live = live;
   if (!live) return chunk.replaceChildren(plain(texts.join("")));
   chunk.replaceChildren(...texts.map((text, i) => {
-    const parts = text.split(HIDDEN).map((part, j) => j % 2 ? make("i", SIGNS[part] ?? "", escaped(part)) : part);
-    const element = make("span", special.has(tokens[i]) ? "token special" : "token", ...parts);
+    const parts = (text || "◦").split(HIDDEN);
+    const nodes = parts.map((part, j) => j % 2 ? make("i", SIGNS[part] ?? "", escaped(part)) : part);
+    const element = make("span", special.has(tokens[i]) ? "token special" : "token", ...nodes);
     element.at = start + i;
     return element;
   }));
@@ -161,7 +174,7 @@ function drawDetail() {
                                     make("pre", "", plain(JSON.stringify(group.row, null, 1)))));
   $("detail").replaceChildren(
     make("h2", "number", `Step ${group.step}, prompt ${group.number}`,
-         make("small", "", `${rewards.length} completions, mean reward ${short(mean)}`)),
+         make("small", "", rewards.length > 1 ? `${rewards.length} completions, mean reward ${short(mean)}` : "")),
     prompt, ...(state.whole ? group.members : [sample]).map(card));
 }
 
@@ -272,7 +285,7 @@ function describe({ target }) {         // the token under the pointer
   const element = target.closest(".token"), run = element?.parentElement.run;
   if (!run) return;
   const i = element.at - run.start, entry = vocabulary[run.tokens[i]];
-  const bytes = Array.isArray(entry) && `bytes ${entry.map(byte => byte.toString(16).padStart(2, "0")).join(" ")}`;
+  const bytes = Array.isArray(entry) && `bytes ${entry.map(hex).join(" ")}`;
   const known = run.sample ? Object.keys(data.columns).map(name => [name, valuesOf(run.sample, name)[element.at]]) : [];
   const trained = run.sample?.trained.some(([start, end]) => start <= element.at && element.at < end);
   $("token").replaceChildren(

@@ -140,7 +140,7 @@ def main():
     flags = parser.parse_args()
     try:
         print(write_view(flags.run, flags.output, flags.steps, flags.limit, flags.tokenizer))
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"tools.view: {error}", file=sys.stderr)
         sys.exit(2)
 
