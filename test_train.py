@@ -2074,14 +2074,15 @@ def test_numbers_stand_at_their_tokens(tmp_path):
     # 2.98, on the way from 2 to 3.
     sample = Sample([], {}, [5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1], [0, 0, -1, -2, 0, -3], [0, 0, 4, 4, 0, 4],
                     [0, 0, 0, 0, 0, 1], rewards=[1.0, 2.0], advantages=[0, 0, 0.5, 0.5, 0, -0.5], truncated=True)
-    sample.entropy, sample.remark = [0, 0, 2.0, 2.0, 0, 2.0], "not a number"
+    sample.entropy, sample.solved, sample.remark = [0, 0, 2.0, 2.0, 0, 2.0], True, "not a number"
     _, page = viewed(a_run(tmp_path, {3: [sample]}))
     (group,), (shown,) = page["groups"], page["samples"]
     assert (group["step"], group["number"], len(group["prompt"]), len(shown["tokens"])) == (3, 1, 2, 4)
     assert shown["trained"] == [[0, 2], [3, 4]] and shown["rewards"] == [1.0, 2.0] and shown["truncated"]
     columns, nan = shown["columns"], pytest.approx(math.nan, nan_ok=True)
-    assert columns.keys() == {"logprobs", "versions", "steps", "advantages", "entropy"}
-    assert (columns["versions"], columns["entropy"]) == (4, 2.0)       # one number for all trained tokens
+    assert columns.keys() == {"logprobs", "versions", "steps", "advantages", "entropy", "solved"}
+    constants = [columns["versions"], columns["entropy"], columns["solved"]]        # of all trained tokens
+    assert constants == [4.0, 2.0, 1.0] and {type(constant) for constant in constants} == {float}
     for name, values in dict(logprobs=[-1, -2, nan, -3], steps=[0, 0, nan, 1], advantages=[.5, .5, nan, -.5]).items():
         assert np.frombuffer(base64.b64decode(columns[name]), "<f4").tolist() == values, name
     assert page["columns"]["logprobs"] == dict(low=-2.98, high=0)
@@ -2092,7 +2093,7 @@ def test_one_number_stands_for_all_trained_tokens():
     nan, mask = pytest.approx(math.nan, nan_ok=True), np.array([True, False, True])
     assert laid_out(2.5, mask).tolist() == [2.5, nan, 2.5]
     assert laid_out([1, "NaN"], mask).tolist() == [1, nan, nan]        # what load_samples makes of NaN
-    assert laid_out([1, 2, 3], mask) is laid_out("text", mask) is None
+    assert laid_out([1, 2, 3], mask) is laid_out("text", mask) is laid_out(None, mask) is None
 
 
 def test_samples_of_a_group_are_told_by_their_place(tmp_path):

@@ -91,6 +91,8 @@ def laid_out(value, mask: np.ndarray) -> np.ndarray | None:
 
     None for what is no such thing, as other fields of a sample may be.
     """
+    if value is None:
+        return None
     values = np.full(len(mask), np.nan, "<f4")
     try:
         values[mask] = np.array(value, "<f4")

@@ -20,13 +20,14 @@ samples.forEach((sample, index) => {
 function make(tag, className = "", ...children) {
   const element = document.createElement(tag);
   element.className = className;
-  element.append(...children.filter(child => child !== ""));
+  element.append(...children.filter(child => child !== ""));      // strings become text nodes
   return element;
 }
 
 function short(value) {                 // three digits and a true minus sign
-  const number = Number(value);
-  return Number.isFinite(number) ? String(Number(number.toPrecision(3))).replace("-", "−") : String(value);
+  const number = Number(value), tiny = number !== 0 && Math.abs(number) < 1e-3;
+  if (!Number.isFinite(number)) return String(value);
+  return (tiny ? number.toExponential(1) : String(Number(number.toPrecision(3)))).replaceAll("-", "−");
 }
 
 // ---- What tokens spell. A token is a text, or bytes where it is a part of a character.
@@ -35,7 +36,7 @@ function spell(tokens) {
   for (let start = 0; start < texts.length; start++) {
     let end = start;
     while (Array.isArray(texts[end])) end++;
-    if (end > start) texts.splice(start, end - start, ...characters(texts.slice(start, end)));
+    if (end > start) characters(texts.slice(start, end)).forEach((text, i) => { texts[start + i] = text; });
   }
   return texts;
 }
@@ -181,7 +182,7 @@ function drawDetail() {
 function choose(index, scroll = true) {
   const before = samples[state.chosen], sample = samples[index];
   state.chosen = index;
-  if (!sample || !state.whole || before?.group !== sample.group || !before.card?.isConnected) drawDetail();
+  if (!sample?.card?.isConnected) drawDetail();
   before?.card?.classList.remove("chosen");
   drawList(scroll);
   if (!sample) return;
@@ -200,7 +201,7 @@ function recolour() {
 }
 
 // ---- The list on the left: only rows in sight exist
-const ROW = 54;
+const ROW = parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--row"));
 
 function row(place) {
   const sample = samples[state.view[place]], before = samples[state.view[place - 1]], group = groups[sample.group];
@@ -318,7 +319,7 @@ function start() {
   const keys = { j: () => move(1), k: () => move(-1), g: toggleWhole, c: nextColour, d: toggleTheme,
                  "/": () => $("search").focus() };
   onkeydown = event => {
-    const typing = event.target.matches("input, select");
+    const typing = event.target.matches("input");
     if (event.key === "Escape" && typing) return event.target.blur();
     if (typing || event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
     event.preventDefault();

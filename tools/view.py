@@ -40,7 +40,7 @@ def write_view(run: Path, output: Path, steps: str = "", limit: int = LIMIT, tok
     note = what_is_kept(found, chosen)
     ours = str(run / "model") if (run / "model").is_dir() else config.get("model", "")
     packer = Packer(load_tokenizer(tokenizer or ours), size)
-    about = [Path(config[name]).name for name in ("model", "data", "algo") if name in config]
+    about = [Path(config[name]).name for name in ("model", "data", "algo") if config.get(name)]
     page = {"run": run.resolve().name, "about": about, "note": note}
     page |= packer.pack(load_samples(run / "samples.jsonl", chosen))
     output.write_text(filled(PAGE.read_text(), SCRIPT.read_text(), page))
@@ -108,7 +108,7 @@ class Packer:
             values = laid_out(record[name], mask)
             if values is not None:
                 constant = isinstance(record[name], (int, float))
-                columns[name] = record[name] if constant else base64.b64encode(values.tobytes()).decode()
+                columns[name] = float(record[name]) if constant else base64.b64encode(values.tobytes()).decode()
                 self.values.setdefault(name, []).append(values[mask])
         kept = {name: record[name] for name in ("reward", "rewards", "truncated", "metrics") if name in record}
         return kept | dict(group=len(self.groups) - 1, tokens=tokens[start:], trained=trained, columns=columns)
