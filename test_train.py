@@ -5,6 +5,8 @@ under torchrun, which starts this very file: then it is the worker at its end.
 """
 import asyncio
 import ast
+import base64
+import hashlib
 import http.server
 import inspect
 import itertools
@@ -28,12 +30,13 @@ from dataclasses import fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from statistics import fmean, stdev
 from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"      # a name that is no folder is refused at once
 
-import numpy
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -57,6 +60,7 @@ from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
 from recipes.turns import user_turn
 from tools import kernels
 from tools import plan as planner
+from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
 from tools.diagnose import Diagnosis
 from tools.gate import Gate, Scores
@@ -64,6 +68,7 @@ from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_c
 from tools.packing import by_sample
 from tools.ranks import Stop, make_meshes
 from tools.runlog import averages, marked, sample_record
+from tools.samples import laid_out, of_steps, spread
 from tools.scoring import best_of
 from tools.sglang_links import Patience, recent
 from tools.speed import forward_flops, speed
@@ -1372,7 +1377,7 @@ def test_random_states_survive_json():
     before = json.loads(json.dumps(random_states()))
 
     def drawn():
-        return random.random(), float(numpy.random.rand()), random.gauss(0, 1), float(torch.rand(()))
+        return random.random(), float(np.random.rand()), random.gauss(0, 1), float(torch.rand(()))
 
     first = drawn()
     set_random_states(before)
@@ -2153,6 +2158,144 @@ def test_plan_names_what_to_change_when_a_gpu_is_too_small(tmp_path):
 def test_what_cannot_be_planned_ends_in_one_line(flags, said):
     done = run("-m", "tools.plan", *flags)
     assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+# ------------------------------------------------ the page of samples -------------------------------------------------
+HOSTILE = ["</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", "<!--<script>",
+           "{data}{script}{hash}\\1", "a\u2028b\u2029c\x00d\x1b[31m\u202ee\r\n", "naïve 😀 日本語",
+           "\\u003c/script> &lt;b&gt; \"'`${1}"]
+
+
+def a_run(folder: Path, steps: dict[int, list[Sample]], group_size: int = 2) -> Path:
+    """A folder as train.py leaves it, but for weights: config.json and samples.jsonl."""
+    records = [{"step": step} | sample_record(sample) for step, samples in steps.items() for sample in samples]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.json").write_text(json.dumps(dict(model=str(TINY), group_size=group_size)))
+    return folder
+
+
+def viewed(run: Path, **options) -> tuple[str, dict]:
+    """The text of the page's block of data, up to where a browser ends it, and what it holds."""
+    view.write_view(run, run / "samples.html", **options)
+    block = (run / "samples.html").read_text().partition('id="data">')[2].partition("</script")[0]
+    return block, json.loads(block)
+
+
+def joined(page: dict, tokens: list[int]) -> str:
+    """What places in the page's vocabulary spell together, special tokens left out."""
+    parts = [page["vocabulary"][token] for token in tokens if token not in page["special"]]
+    return b"".join(part.encode() if isinstance(part, str) else bytes(part) for part in parts).decode()
+
+
+def test_what_a_model_wrote_stays_text(tokenizer, tmp_path):
+    samples = []
+    for text in HOSTILE:
+        ids, row = tokenizer.encode(text), {text: text, "lone": "\ud800"}
+        samples.append(Sample([], row, [*ids, *ids, 2], [0] * len(ids) + [1] * (len(ids) + 1), text=text, rewards=[1.0],
+                              metrics={text: math.nan}))
+    block, page = viewed(a_run(tmp_path, {1: samples}))
+    assert "<" not in block and block.isascii()
+    for sample, shown in zip(samples, page["samples"], strict=True):
+        group = page["groups"][shown["group"]]
+        assert joined(page, shown["tokens"]) == joined(page, group["prompt"]) == sample.text
+        assert group["row"] == sample.row and shown["metrics"] == {sample.text: "NaN"}
+    html = (tmp_path / "samples.html").read_text()
+    assert html.count("<script") == html.count("</script>") == 2 and "<img" not in html and "<!--<" not in html
+    (allowed,) = re.findall(r"script-src '(.*?)'", html)
+    script = html.rpartition("<script>")[2].partition("</script>")[0]
+    assert allowed == "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def test_numbers_stand_at_their_tokens(tmp_path):
+    # Two tokens of the prompt; trained, trained, the environment's, trained. Of sizes 1, 2 and 3 the 99th percentile is
+    # 2.98, on the way from 2 to 3.
+    sample = Sample([], {}, [5, 6, 7, 8, 9, 10], [0, 0, 1, 1, 0, 1], [0, 0, -1, -2, 0, -3], [0, 0, 4, 4, 0, 4],
+                    [0, 0, 0, 0, 0, 1], rewards=[1.0, 2.0], advantages=[0, 0, 0.5, 0.5, 0, -0.5], truncated=True)
+    sample.entropy, sample.solved, sample.remark = [0, 0, 2.0, 2.0, 0, 2.0], True, "not a number"
+    _, page = viewed(a_run(tmp_path, {3: [sample]}))
+    (group,), (shown,) = page["groups"], page["samples"]
+    assert (group["step"], group["number"], len(group["prompt"]), len(shown["tokens"])) == (3, 1, 2, 4)
+    assert shown["trained"] == [[0, 2], [3, 4]] and shown["rewards"] == [1.0, 2.0] and shown["truncated"]
+    columns, nan = shown["columns"], pytest.approx(math.nan, nan_ok=True)
+    assert columns.keys() == {"logprobs", "versions", "steps", "advantages", "entropy", "solved"}
+    constants = [columns["versions"], columns["entropy"], columns["solved"]]        # of all trained tokens
+    assert constants == [4.0, 2.0, 1.0] and {type(constant) for constant in constants} == {float}
+    for name, values in dict(logprobs=[-1, -2, nan, -3], steps=[0, 0, nan, 1], advantages=[.5, .5, nan, -.5]).items():
+        assert np.frombuffer(base64.b64decode(columns[name]), "<f4").tolist() == values, name
+    assert page["columns"]["logprobs"] == dict(low=-2.98, high=0)
+    assert page["columns"]["advantages"] == dict(low=-0.5, high=0.5)
+
+
+def test_one_number_stands_for_all_trained_tokens():
+    nan, mask = pytest.approx(math.nan, nan_ok=True), np.array([True, False, True])
+    assert laid_out(2.5, mask).tolist() == [2.5, nan, 2.5]
+    assert laid_out([1, "NaN"], mask).tolist() == [1, nan, nan]        # what load_samples makes of NaN
+    assert laid_out([1, 2, 3], mask) is laid_out("text", mask) is laid_out(None, mask) is None
+
+
+def test_samples_of_a_group_are_told_by_their_place(tmp_path):
+    # Groups of two with the same prompt everywhere, as in a game whose secrets differ.
+    samples = [Sample([], {"secret": i // 2}, [5, 6, 7], [0, 0, 1], rewards=[0.0]) for i in range(4)]
+    _, page = viewed(a_run(tmp_path, {1: samples, 2: samples}))
+    assert [sample["group"] for sample in page["samples"]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [(group["step"], group["number"]) for group in page["groups"]] == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def test_halves_of_characters_are_bytes(tokenizer):
+    smile = view.spell(tokenizer, tokenizer.encode("😀"))
+    assert len(smile) > 1 and bytes(byte for part in smile for byte in part) == "😀".encode()
+    assert view.spell(tokenizer, tokenizer.encode(" no")) == [" no"] and view.spell(tokenizer, [2]) == ["<|im_end|>"]
+    assert view.spell(tokenizer, [10**6]) == ["[no token 1000000]"]
+
+
+def test_steps_are_spread_over_a_run(tmp_path):
+    found = {step: list(range(4)) for step in range(1, 11)}
+    assert spread(found, 0, 2) == spread(found, 40, 2) == found
+    assert spread(found, 12, 2) == {1: found[1], 5: found[5], 10: found[10]}    # 12 // 4 steps, 9 // 2 apart
+    assert spread(found, 7, 2) == {1: [0, 1], 10: [0, 1]}       # less than two whole steps: a group of each
+    assert spread({8: [0, 1, 2]}, 1, 2) == {8: [0]}
+    for steps, chosen in {"3:5": [3, 4, 5], "7": [7], "9:": [9, 10], ":2": [1, 2], "": [*found]}.items():
+        assert list(of_steps(found, steps)) == chosen, steps
+    samples = [Sample([], {}, [5, 6, 7], [0, 0, 1], rewards=[0.0]) for _ in range(4)]
+    run = a_run(tmp_path, {step: samples for step in range(1, 11)})
+    with (run / "samples.jsonl").open("a") as file:
+        file.write('{"step": 11, "mess')         # still being written
+    assert viewed(run)[1]["note"] == "all 40 samples"
+    page = viewed(run, limit=12)[1]
+    assert page["note"].startswith("12 of 40 samples, of steps 1, 5, 10; for others use --steps")
+    assert [group["step"] for group in page["groups"]] == [1, 1, 5, 5, 10, 10]
+    assert {group["step"] for group in viewed(run, steps="4:6")[1]["groups"]} == {4, 5, 6}
+
+
+@pytest.mark.parametrize("content, flags, said", [
+    (None, [], "does not exist"), ("", [], "no samples yet"), ('{"a": 1}\n', [], "line 1"),
+    ('{"step": 1, "ids"\n', [], "sample 1 of step 1"), ('{"step": 1, "ids": []}\n', [], "lacks ids or trained"),
+    ('{"step": 1, "ids": []}\n', ["--steps", "2"], "--steps 2"),
+    ('{"step": 1, "ids": []}\n', ["--steps", "a"], "--steps a"),
+    ('{"step": 1, "ids": []}\n', ["--limit", "-1"], "--limit -1"),
+    ('{"step": 1, "ids": []}\n', ["--tokenizer", "no/such/model"], "--tokenizer")])
+def test_a_run_without_samples_ends_in_one_line(tmp_path, monkeypatch, capsys, content, flags, said):
+    run = a_run(tmp_path, {})
+    (run / "samples.jsonl").unlink() if content is None else (run / "samples.jsonl").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["view", str(run), "--output", str(run / "samples.html"), *flags])
+    with pytest.raises(SystemExit) as ended:
+        view.main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and said in error and error.count("\n") == 1
+    assert not (run / "samples.html").exists()
+
+
+@pytest.mark.skipif(not which("chromium"), reason="needs a browser")
+def test_a_browser_shows_text_as_text(tokenizer, tmp_path):
+    ids = tokenizer.encode("".join(HOSTILE))
+    mask = [0] + [1] * (len(ids) + 1)
+    sample = Sample([], {}, [5, *ids, 2], mask, rewards=[1.0], advantages=[0.5 * trained for trained in mask])
+    viewed(a_run(tmp_path, {1: [sample]}))
+    html = subprocess.run(["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000",
+                           "--dump-dom", f"file://{tmp_path}/samples.html"], capture_output=True, text=True).stdout
+    page = html.partition("<script")[0]
+    assert "<img" not in page and "&lt;" in page and "\\u{202e}" in page
+    assert page.count('class="token much" style="--heat: 72%;"') == len(ids)
 
 
 # ------------------------------------------------ in processes of their own: workers ----------------------------------
