@@ -1,6 +1,6 @@
 """Does the small model learn to ask well? Guess the number with and without a discount, three seeds each.
 
-    python -m bench.guess_number [--seeds 3] [--output assets/guess_number.json]
+    python -m bench.guess_number [--seeds 3] [--model FOLDER] [--output assets/guess_number.json]
 
 Makes the start model (`python -m tools.make_guesser`), and trains it by recipes/guess_number.py with --gamma 0.9 and
 with 1.0, with nothing else between them. Halving takes 4.2 turns on average over the 32 secrets, and at most 6. Prints
@@ -15,7 +15,7 @@ from statistics import fmean
 from bench.learning import train
 from bench.measure import options, report
 
-FLAGS = ("--steps 60 --prompts_per_step 32 --group_size 8 --updates_per_step 4 --max_turns 8 "
+FLAGS = ("--steps 40 --prompts_per_step 32 --group_size 8 --updates_per_step 4 --max_turns 8 "
          "--max_new_tokens 8 --lr 1e-3 --warmup_steps 3 --eval_every 10 --gradient_checkpointing False").split()
 PANELS = {"turns": "turns of a game (sampled)", "solved": "games solved (sampled)",
           "eval_score": "of 32 secrets solved (greedy)"}
@@ -34,11 +34,13 @@ def numbers(run: dict) -> dict[str, float]:
 
 def main():
     """Runs all, prints the table, writes numbers and picture."""
-    flags = options(__doc__, "guess_number", seeds=(3, "of each gamma"))
+    flags = options(__doc__, "guess_number", seeds=(3, "of each gamma"), model=("", "start model; by default one is made"))
     runs = {}
     with tempfile.TemporaryDirectory() as scratch:
-        subprocess.run([sys.executable, "-m", "tools.make_guesser", "--output", f"{scratch}/guesser"], check=True)
-        target = ["-m", "recipes.guess_number", "--model", f"{scratch}/guesser", *FLAGS]
+        if not flags.model:
+            flags.model = f"{scratch}/guesser"
+            subprocess.run([sys.executable, "-m", "tools.make_guesser", "--output", flags.model], check=True)
+        target = ["-m", "recipes.guess_number", "--model", flags.model, *FLAGS]
         for seed in range(flags.seeds):
             for gamma in ("0.9", "1.0"):
                 run = train([*target, "--gamma", gamma], seed, 1, Path(scratch) / f"{gamma}-{seed}")
