@@ -34,7 +34,7 @@ def numbers(run: dict) -> dict[str, float]:
 
 def main():
     """Runs all, prints the table, writes numbers and picture."""
-    flags = options(__doc__, "guess_number", seeds=(3, "of each gamma"), model=("", "start model; by default one is made"))
+    flags = options(__doc__, "guess_number", seeds=(3, "of each gamma"), model=("", "start model; '': makes one"))
     runs = {}
     with tempfile.TemporaryDirectory() as scratch:
         if not flags.model:

@@ -3,7 +3,7 @@
     python -m bench.python_tool [--seeds 2] [--output assets/python_tool.json]
 
 Makes the start model and the problems (`python -m tools.make_calculator`), and trains the one by recipes/math_python.py
-with --tool True and with --tool False, with nothing else between them; the 256 held-out problems are in no training.
+with --tool True and with --tool False, with nothing else between them; the 128 held-out problems are in no training.
 Prints a table, writes the numbers and a picture.
 """
 import subprocess
@@ -15,7 +15,7 @@ from statistics import fmean
 from bench.learning import train
 from bench.measure import options, report
 
-FLAGS = ("--steps 30 --prompts_per_step 16 --group_size 8 --updates_per_step 2 --max_turns 2 "
+FLAGS = ("--steps 20 --prompts_per_step 8 --group_size 8 --updates_per_step 2 --max_turns 2 "
          "--max_new_tokens 16 --lr 5e-4 --warmup_steps 3 --eval_every 5 --gradient_checkpointing False").split()
 PANELS = {"eval_score": "held-out problems solved (greedy)", "reward": "training problems solved (sampled)",
           "tool_uses": "programs an episode (sampled)"}

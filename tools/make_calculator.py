@@ -22,7 +22,7 @@ from tools.make_guesser import batch_of, encode, read_options, teach
 from tools.make_tiny import END, make_model, make_tokenizer
 from train import MATH
 
-TRAIN, TEST, TOOL = 1024, 256, 0.2      # problems; problems; the share of answers that use the tool, where there is one
+TRAIN, TEST, TOOL = 1024, 128, 0.2      # problems; problems; the share of answers that use the tool, where there is one
 QUESTION, RESULT = "What is {} * {}?", "Code execution result: "
 PHRASES = ["user\n", "assistant\n", "What is ", MATH.format(""), HINT, "<python>print(", ")</python>", RESULT,
            "\\boxed{"]
