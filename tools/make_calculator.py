@@ -1,12 +1,13 @@
 """Make the tiny model and the problems on which a Python tool helps: products of two numbers of two digits.
 
-    python -m tools.make_calculator [--output runs/calculator] [--steps 600]
+    python -m tools.make_calculator [--output runs/calculator] [--steps 800]
     python -m recipes.math_python --model runs/calculator --data runs/calculator/train.jsonl ...
 
-Supervised learning on problems that are in neither train.jsonl nor test.jsonl, in either order of their factors. Where
-the prompt speaks of a tool, one answer in five runs a program, which takes the two numbers with +, - or *, at random,
-and copies what it printed; all others are the product, said straight away. So the model has learnt how to use the tool,
-uses it seldom and then mostly wrongly; and it has learnt to answer in the head as well as it can.
+Supervised learning on problems that are in neither train.jsonl nor test.jsonl, in either order of their factors. One
+prompt in four says nothing of a tool, and is answered in the head: by the product, said straight away. The others are
+answered by a program at first, and at the end only one in five is. A program takes the two numbers with +, - or *, at
+random, and what it printed becomes the answer. So the model has learnt how a tool is used, uses it seldom, and then
+mostly wrongly; and it has learnt to answer in the head as well as it can.
 """
 import json
 import random
@@ -22,7 +23,7 @@ from tools.make_guesser import batch_of, encode, read_options, teach
 from tools.make_tiny import END, make_model, make_tokenizer
 from train import MATH
 
-TRAIN, TEST, TOOL = 1024, 128, 0.2      # problems; problems; the share of answers that use the tool, where there is one
+TRAIN, TEST, TOOL = 1024, 128, 0.2      # problems; problems; the share of answers that use the tool, at the end
 QUESTION, RESULT = "What is {} * {}?", "Code execution result: "
 PHRASES = ["user\n", "assistant\n", "What is ", MATH.format(""), HINT, "<python>print(", ")</python>", RESULT,
            "\\boxed{"]
@@ -41,12 +42,12 @@ def write_rows(path: Path, pairs: list[tuple[int, int]]):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def episode(pair: tuple[int, int], rng: random.Random) -> tuple[str, list[tuple[str, bool]]]:
-    """A prompt, half of them with a tool, and the pieces that follow, and which of them are the policy's."""
+def episode(pair: tuple[int, int], share: float, rng: random.Random) -> tuple[str, list[tuple[str, bool]]]:
+    """A prompt, and the pieces that follow, and which of them are the policy's; that share of tools is used."""
     a, b = rng.sample(pair, 2)
-    hint = rng.choice(("", HINT))
+    hint = rng.choice(("", HINT, HINT, HINT))
     prompt = MATH.format(QUESTION.format(a, b)) + hint
-    if not hint or rng.random() > TOOL:
+    if not hint or rng.random() > share:
         return prompt, [(rf"\boxed{{{a * b}}}{END}", True)]
     sign, value = rng.choice((("+", a + b), ("-", a - b), ("*", a * b)))
     return prompt, [(f"<python>print({a}{sign}{b})</python>{END}", True), (user_turn(f"{RESULT}{value}"), False),
@@ -55,7 +56,7 @@ def episode(pair: tuple[int, int], rng: random.Random) -> tuple[str, list[tuple[
 
 def main():
     """Writes the problems, learns, and saves the model with its tokenizer."""
-    options = read_options(__doc__, output="runs/calculator", steps=600, lr=3e-3)
+    options = read_options(__doc__, output="runs/calculator", steps=800, lr=3e-3)
     rng, tokenizer, folder = random.Random(options.seed), make_tokenizer(PHRASES), Path(options.output)
     model = make_model(tokenizer, hidden=64, layers=3)
     train, test, others = split_factors(rng)
@@ -65,8 +66,8 @@ def main():
 
     def loss(step: int) -> torch.Tensor:
         """Of a batch of fresh episodes."""
-        episodes = []
-        for prompt, pieces in (episode(rng.choice(others), rng) for _ in range(options.batch)):
+        share, episodes = max(TOOL, min(1.0, 4 * (1 - step / options.steps))), []    # 1 for three quarters of the steps
+        for prompt, pieces in (episode(rng.choice(others), share, rng) for _ in range(options.batch)):
             chat = [{"role": "user", "content": prompt}]
             ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             episodes.append(encode(tokenizer, ids, pieces))
