@@ -1,7 +1,8 @@
 """Make the tiny model and the problems on which a Python tool helps: products of two numbers of two digits.
 
     python -m tools.make_calculator [--output runs/calculator] [--steps 800]
-    python -m recipes.math_python --model runs/calculator --data runs/calculator/train.jsonl ...
+    python -m recipes.math_python --model runs/calculator --data runs/calculator/train.jsonl --steps 20 --lr 5e-4 \\
+        --prompts_per_step 8 --updates_per_step 2 --max_turns 2 --max_new_tokens 16
 
 Supervised learning on problems that are in neither train.jsonl nor test.jsonl, in either order of their factors. One
 prompt in four says nothing of a tool, and is answered in the head: by the product, said straight away. The others are
