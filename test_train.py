@@ -58,7 +58,7 @@ from recipes.critic import Critic, critic_metrics, gae
 from recipes.gsm8k import GSM8KConfig
 from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
 from recipes.turns import user_turn
-from tools import kernels
+from tools import kernels, make_calculator, make_guesser
 from tools import plan as planner
 from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
@@ -2561,6 +2561,37 @@ def one_dies(urls: str, output: str, how: str, pid: str):
     if dist.get_rank() == 0:
         Path(output, "said.json").write_text(json.dumps(record))
     link.close()
+
+
+# ------------------------------------------------ the small start models ----------------------------------------------
+def test_heedful_games_keep_to_what_the_answers_leave():
+    rng = random.Random(0)
+    for _ in range(50):
+        pieces, left = make_guesser.game(rng, 1.0)
+        guesses = [guess_number.guess_of(text) for text, own in pieces if own]
+        assert all(low <= guess <= high for guess, (low, high) in zip(guesses, left, strict=True))
+        sample = spoken(row={"secret": guesses[-1]})
+        for guess, (text, own) in zip(guesses[:-1], pieces[1::2]):
+            sample.turns.append(str(guess))
+            assert not own and text == asyncio.run(guess_number.env_step(sample))
+    odds = make_guesser.guess_odds([(1, 32), (5, 8)], 0.2)
+    assert odds.sum(1).tolist() == pytest.approx([1, 1]) and odds[0].tolist() == pytest.approx([1 / 32] * 32)
+    assert odds[1, 4:8].tolist() == pytest.approx([0.2 / 4 + 0.8 / 32] * 4) and odds[1, 3] == pytest.approx(0.8 / 32)
+
+
+def test_calculator_problems_are_apart_and_episodes_are_true():
+    rng = random.Random(0)
+    splits = make_calculator.split_factors(rng)
+    unordered = [{tuple(sorted(pair)) for pair in pairs} for pairs in splits]
+    assert sum(map(len, unordered)) == len(set.union(*unordered)) == 90 * 91 // 2
+    for pair in splits[-1][:50]:
+        prompt, ((said, _),) = make_calculator.episode(pair, 0.0, rng)
+        assert rewards.math(said, str(pair[0] * pair[1])) == 1
+        _, pieces = make_calculator.episode(pair, 1.0, rng)
+        if len(pieces) > 1:
+            (program, _), (result, _), (said, _) = pieces
+            value = eval(math_python.program_of(program).removeprefix("print"))
+            assert f"Code execution result: {value}<" in result and rewards.math(said, str(value)) == 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from matplotlib.figure import Figure
 
 ASSETS = Path(__file__).parent.parent / "assets"
 
@@ -80,3 +81,32 @@ def write(output: Path, **numbers):
     """Writes the numbers, and the machine they are from."""
     output.write_text(json.dumps(dict(machine=machine(), **numbers)) + "\n")
     print(f"{machine()}; the numbers are in {output}")
+
+
+def picture(output: Path, panels: dict[str, str], runs: dict[tuple[str, int], dict]):
+    """Draws a panel for each metric, with its title; a line for each run, by (name, seed), a colour for each name."""
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in runs))}
+    figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
+    for axes, (metric, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
+        for (name, seed), run in runs.items():
+            points = [(record["step"], record[metric]) for record in run["history"] if metric in record]
+            first = seed == min(one for other, one in runs if other == name)
+            axes.plot(*zip(*points), color=colors[name], alpha=0.8, label=name if first else None)
+        axes.set(title=title, xlabel="step")
+        axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(output.with_suffix(".png"), dpi=110)
+
+
+def report(output: Path, panels: dict[str, str], runs: dict[tuple[str, int], dict], numbers):
+    """Ends a benchmark of trainings, by (name, seed): a table of what `numbers` says of each, a picture, all in a file.
+
+    `runs` are what bench.learning.train returned; curves have a row a step, of the step and the metrics of `panels`.
+    """
+    rows = [dict(run=name, seed=seed) | numbers(run) for (name, seed), run in runs.items()]
+    show(rows)
+    picture(output, panels, runs)
+    columns = ["step", *panels]
+    curves = {f"{name}, seed {seed}": [[record.get(column) for column in columns] for record in run["history"]]
+              for (name, seed), run in runs.items()}
+    write(output, rows=rows, columns=columns, curves=curves)

@@ -1,7 +1,8 @@
 """A game of several turns: guess a number from 1 to 32, told "higher" or "lower" after each guess.
 
     python -m tools.make_guesser --output runs/guesser                      # a tiny model that plays almost at random
-    torchrun --standalone --nproc_per_node=2 -m recipes.guess_number --model runs/guesser --device cpu
+    torchrun --standalone --nproc_per_node=2 -m recipes.guess_number --model runs/guesser --device cpu --steps 40 \\
+        --prompts_per_step 32 --updates_per_step 4 --max_turns 8 --max_new_tokens 8 --lr 1e-3 --gamma 0.9
 
 It shows what a game needs: a dataset whose rows are secrets, `env_step`, which answers a guess, and a reward. The only
 reward is 1 for the right guess, at its turn; by --gamma 0.9 an earlier turn than that is worth less, so that asking

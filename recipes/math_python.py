@@ -8,6 +8,7 @@ for at most 5 seconds, and what it printed is the next turn; that many times as 
 program ends the episode. Rows have problem and answer (MATH) or question and answer (GSM8K); math-verify grades the
 last \\boxed{} of the last turn. GEM gives no reward for using the tool by default, and neither does this.
 Unlike GEM's, the turn is not cut off where its program ends: what was sampled after it stays, and is trained.
+`python -m tools.make_calculator` makes a small model and problems to see it work without a GPU.
 """
 import asyncio
 import re

@@ -1,31 +1,35 @@
 """Make the tiny model that recipes/guess_number.py starts from: it knows the game, and plays it almost at random.
 
-    python -m tools.make_guesser [--output runs/guesser] [--steps 500]
+    python -m tools.make_guesser [--output runs/guesser] [--steps 1500]
 
-Supervised learning on random games. At first every guess is any number that the answers leave; then in more and more
-games, nine of ten at the end, it is any number from 1 to 32, whatever was answered. So the model has learnt what an
-answer means, and heeds it seldom.
+Supervised learning on random games. A guess heeds the answers, and is any number that they leave, or it is any number
+from 1 to 32: at first all guesses heed them, at the end one in five. What is learned is not the number that was guessed
+but how likely each one was. So the model has learnt what the answers mean, and heeds them seldom.
 """
 import argparse
 import random
 import time
 
 import torch
-import torch.nn.functional as F
 
 from recipes.guess_number import HIGHEST, Secrets
 from recipes.turns import user_turn
 from tools.make_tiny import END, make_model, make_tokenizer
 
-TURNS, HEED = 8, 0.1        # of a game, at most; the share of games that heed the answers, at the end
+TURNS, HEED = 8, 0.2        # of a game, at most; the share of guesses that heed the answers, at the end
+PHRASES = ["user\n", "assistant\n", *(message["content"] for message in Secrets("")[0].messages), "higher", "lower"]
 
 
-def game(rng: random.Random, share: float) -> list[tuple[str, bool]]:
-    """The pieces of a game after its prompt, and which of them are the policy's; that share of games is heedful."""
-    secret, heed = rng.randint(1, HIGHEST), rng.random() < share
-    low, high, pieces = 1, HIGHEST, []
+def game(rng: random.Random, share: float) -> tuple[list[tuple[str, bool]], list[tuple[int, int]]]:
+    """A game whose guesses heed the answers with probability `share`.
+
+    Returns the pieces after the prompt, and which of them are the policy's; and the least and the greatest number that
+    the answers left before each guess.
+    """
+    secret, low, high, pieces, left = rng.randint(1, HIGHEST), 1, HIGHEST, [], []
     for _ in range(TURNS):
-        guess = rng.randint(low, high) if heed else rng.randint(1, HIGHEST)
+        left.append((low, high))
+        guess = rng.randint(low, high) if rng.random() < share else rng.randint(1, HIGHEST)
         pieces.append((f"{guess}{END}", True))
         if guess == secret:
             break
@@ -34,7 +38,15 @@ def game(rng: random.Random, share: float) -> list[tuple[str, bool]]:
             low = max(low, guess + 1)
         else:
             high = min(high, guess - 1)
-    return pieces
+    return pieces, left
+
+
+def guess_odds(left: list[tuple[int, int]], share: float) -> torch.Tensor:
+    """How likely each number is as a guess, [N, HIGHEST], from what the answers left, [N]."""
+    low, high = torch.tensor(left)[:, :, None].unbind(1)
+    numbers = torch.arange(1, HIGHEST + 1)
+    heedful = ((low <= numbers) & (numbers <= high)).float()
+    return share * heedful / heedful.sum(1, keepdim=True) + (1 - share) / HIGHEST
 
 
 def encode(tokenizer, prompt: list[int], pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
@@ -58,7 +70,7 @@ def batch_of(games: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.
 def read_options(description: str, **defaults) -> argparse.Namespace:
     """The flags of a script that makes a small model; it also seeds torch."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in dict(batch=64, seed=0, **defaults).items():
+    for name, default in (dict(batch=64, seed=0) | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -83,18 +95,22 @@ def teach(model, loss, options):
 
 def main():
     """Learns, and saves the model with its tokenizer."""
-    options = read_options(__doc__, output="runs/guesser", steps=500, lr=2e-3)
-    rng, tokenizer = random.Random(options.seed), make_tokenizer()
+    options = read_options(__doc__, output="runs/guesser", steps=1500, lr=3e-3, batch=32)
+    rng, tokenizer = random.Random(options.seed), make_tokenizer(PHRASES)
     model = make_model(tokenizer, hidden=64, layers=3)
     prompt = tokenizer.apply_chat_template(Secrets("")[0].messages, add_generation_prompt=True, return_dict=False)
+    numbers = torch.tensor([tokenizer.encode(str(number))[0] for number in range(1, HIGHEST + 1)])
 
     def loss(step: int) -> torch.Tensor:
-        """Of a batch of fresh games."""
-        share = max(HEED, min(1.0, 2 * (1 - step / options.steps)))      # 1 in the first half
-        games = [encode(tokenizer, prompt, game(rng, share)) for _ in range(options.batch)]
-        ids, labels = batch_of(games, tokenizer.pad_token_id)
-        logits = model(ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+        """Of a batch of fresh games: of what is guessed, and of ending the turn behind it."""
+        share = max(HEED, min(1.0, 4 * (1 - step / options.steps)))      # 1 for three quarters of the steps
+        games, left = zip(*(game(rng, share) for _ in range(options.batch)))
+        ids, labels = batch_of([encode(tokenizer, prompt, pieces) for pieces in games], tokenizer.pad_token_id)
+        logprobs, labels = model(ids[:, :-1], use_cache=False).logits.log_softmax(-1), labels[:, 1:]
+        guesses = torch.isin(labels, numbers)
+        of_guess = -(guess_odds(sum(left, []), share) * logprobs[guesses][:, numbers]).sum(1)
+        of_end = -logprobs[labels == tokenizer.eos_token_id][:, tokenizer.eos_token_id]
+        return of_guess.mean() + of_end.mean()
 
     teach(model, loss, options)
     model.save_pretrained(options.output)

@@ -81,9 +81,9 @@ def trace(row, rng, stop):
 
 
 # ---------------------------------------------------------------------------------------------------- the tokenizer
-def make_tokenizer():
+def make_tokenizer(phrases=PHRASES):
     """Byte-level BPE: any text round-trips; the fixed phrases and all numbers of one or two digits are one token."""
-    whole = "|".join(re.escape(p) for p in sorted(PHRASES, key=len, reverse=True))
+    whole = "|".join(re.escape(p) for p in sorted(phrases, key=len, reverse=True))
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(whole + r"|[0-9]{1,2}|\p{L}+|."), "isolated"),
@@ -92,7 +92,7 @@ def make_tokenizer():
     trainer = trainers.BpeTrainer(vocab_size=4096, min_frequency=1, show_progress=False,   # 4096 is never reached:
                                   special_tokens=[PAD, START, END],      # it merges until every phrase is one token
                                   initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    bpe.train_from_iterator([*PHRASES, *map(str, range(100))], trainer)
+    bpe.train_from_iterator([*phrases, *map(str, range(100))], trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD, model_max_length=1024,
                                         clean_up_tokenization_spaces=False)
     tokenizer.chat_template = CHAT_TEMPLATE
