@@ -1,15 +1,16 @@
 """Does a run that is killed and resumed end like one that was not? Kills at random instants, compared bit for bit.
 
-    python -m bench.kills [--rounds 20] [--processes 1] [--steps 12]
+    python -m bench.kills --rounds 20 [--steps 8]
 
-A run of the embedded job saves a checkpoint every other step. The same run, elsewhere, is killed with SIGKILL, all its
-processes at once: every other round at a random instant of its life, and every other one while a checkpoint is being
-written. It is then started again by the same command, with --resume auto. In the end every weight, Adam moment, sample
-and metric must be equal, but for seconds and memory. Prints a table, writes the numbers.
+A run of the embedded job, of one process and of two, saves a checkpoint every other step. The same run, elsewhere, is
+killed with SIGKILL, all its processes at once: every other round at a random instant of its life, and every other one
+while a checkpoint is being written. It is then started again by the same command, with --resume auto. In the end every
+weight, Adam moment, sample and metric must be equal, but for seconds and memory. Prints a table, writes the numbers.
 """
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,31 +89,38 @@ def state_of(folder: Path) -> str:
     return f"{lines} steps; {names}{'; one half written' if (folder / 'partial').exists() else ''}"
 
 
+def rounds(scratch: Path, flags, rng: random.Random) -> list[dict]:
+    """Runs once without a kill, then --rounds times with one; says for each what was different in the end."""
+    whole, rows = scratch / "whole", []
+    began = time.perf_counter()
+    start(whole, flags).wait()
+    lasts, expected = time.perf_counter() - began, kept(whole)
+    print(f"{flags.processes} ranks, a whole run: {lasts:.1f} s, {len(expected['metrics'])} records, "
+          f"{len(expected['samples'].splitlines())} samples, {len(expected['tensors'])} tensors", flush=True)
+    for number in range(flags.rounds):
+        folder = scratch / f"killed-{number}"
+        process = start(folder, flags)
+        if number % 2:
+            wait_for_save(folder, process, rng, flags.steps // 2)
+        else:
+            time.sleep(rng.uniform(0.2, 1.0) * lasts)
+        kill(process)
+        found = state_of(folder)
+        code = start(folder, flags, "--resume", "auto").wait()
+        rows.append(dict(ranks=flags.processes, killed_at=found, code=code) | differences(expected, kept(folder)))
+        shutil.rmtree(folder)
+    return rows
+
+
 def main():
-    """Runs once without a kill, then --rounds times with one."""
-    flags = options(__doc__, "kills", processes=(1, "ranks"), steps=(12, "of the run"), seed=(0, "of the instants"))
-    rng, rows = random.Random(flags.seed), []
-    with tempfile.TemporaryDirectory() as scratch:
-        whole = Path(scratch) / "whole"
-        began = time.perf_counter()
-        start(whole, flags).wait()
-        lasts, expected = time.perf_counter() - began, kept(whole)
-        print(f"whole run: {lasts:.1f} s, {len(expected['samples'].splitlines())} samples, "
-              f"{len(expected['tensors'])} tensors", flush=True)
-        for number in range(flags.rounds):
-            folder = Path(scratch) / f"killed-{number}"
-            process = start(folder, flags)
-            if number % 2:
-                wait_for_save(folder, process, rng, flags.steps // 2)
-            else:
-                time.sleep(rng.uniform(0.2, 1.0) * lasts)
-            kill(process)
-            found = state_of(folder)
-            code = start(folder, flags, "--resume", "auto").wait()
-            rows.append(dict(round=number, killed_at=found, code=code) | differences(expected, kept(folder)))
-            print(rows[-1], flush=True)
+    """Measures one process, and two."""
+    flags, rows = options(__doc__, "kills", steps=(8, "of the run"), seed=(0, "of the instants")), []
+    rng = random.Random(flags.seed)
+    for flags.processes in (1, 2):
+        with tempfile.TemporaryDirectory() as scratch:
+            rows += rounds(Path(scratch), flags, rng)
     show(rows)
-    write(flags.output, processes=flags.processes, rows=rows)
+    write(flags.output, rows=rows)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from tools.samples import find_samples, laid_out, load_samples, of_steps, spread
 PAGE, SCRIPT = Path(__file__).with_suffix(".html"), Path(__file__).with_suffix(".js")
 LIMIT = 2000        # samples in a page
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}     # in the names of byte-level tokens
-NO_COLUMN = {"step", "messages", "row", "ids", "trained", "text", "turns", "reward", "rewards", "metrics", "truncated"}
+NO_COLUMN = {"step", "key", "messages", "row", "ids", "trained", "text", "turns", "reward", "rewards", "metrics",
+             "truncated"}
 
 
 def write_view(run: Path, output: Path, steps: str = "", limit: int = LIMIT, tokenizer: str = "") -> str:
