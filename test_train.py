@@ -1302,6 +1302,21 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path):
     assert len(kills.kept(whole)["metrics"]) == 5 and len(kills.kept(whole)["tensors"]) > 100
 
 
+@pytest.mark.parametrize("processes, flags", [
+    (1, ("-m", "recipes.ppo", "--critic_lr", 1e-3)),                                    # the critic goes on, too
+    (2, ("train.py", "--algo", "dapo", "--dynamic_sampling", 2, "--lr_schedule", "cosine")),    # draws are not steps
+    (2, ("train.py", "--dp_replicate", 2, "--kl_coef", 0.01)),                          # replicas; the first policy
+])
+def test_a_branch_of_a_run_equals_it_to_the_bit(tmp_path, processes, flags):
+    done = run(*flags, *RESUMED, "--steps", 4, "--save_every", 2, "--output_dir", tmp_path / "run", processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = run(*flags[:2 if flags[0] == "-m" else 1], "--resume", tmp_path / "run/checkpoint-2", "--output_dir",
+               tmp_path / "branch", processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert kills.differences(kills.kept(tmp_path / "run"), kills.kept(tmp_path / "branch")) == dict.fromkeys(
+        ("metrics", "samples", "tensors"), 0)
+
+
 @pytest.mark.parametrize("processes", [1, 4])
 def test_a_checkpoint_loads_under_another_number_of_ranks_and_tp(tmp_path, saved, processes):
     done = run("train.py", "--resume", saved / "checkpoint-2", "--tp_size", 1, "--output_dir", tmp_path / "branch",
@@ -1371,6 +1386,16 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on(tmp_path, number, processe
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == step
     done = run("train.py", "--resume", folder, "--steps", step + 1, processes=processes)
     assert done.returncode == 0 and f"step {step + 1} |" in done.stdout, done.stderr[-3000:]
+
+
+def test_the_export_has_the_evaluation_of_the_last_step(tmp_path, learned):
+    folder, _ = learned
+    done = run("train.py", "--model", folder / "model", "--data", train.TINY["data"], "--eval_data",
+               train.TINY["eval_data"], "--max_new_tokens", 64, "--eval_only", "True", "--wandb", "off", "--output_dir",
+               tmp_path / "again", processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (again,) = kills.kept(tmp_path / "again")["metrics"]
+    assert again["eval_score"] == kills.kept(folder)["metrics"][-1]["eval_score"] > 0.8
 
 
 def test_random_states_survive_json():
@@ -1565,6 +1590,16 @@ def test_sglang_agrees_with_the_actor_after_each_of_20_pushes(tmp_path, tp_size,
     assert len(ended) > 500 and all(sample["ids"][-1] == eos for sample in ended)
     assert all(sample["trained"][-1][1] == len(sample["ids"]) for sample in ended)
     assert all(sample["versions"] == sample["step"] for sample in samples)
+
+
+@sglang
+def test_a_resumed_sglang_has_the_weights_before_it_samples(tmp_path):
+    flags = (*SMALL, "--eval_data", train.TINY["eval_data"] + ":train[:64]", "--eval_every", 1, "--engine", "sglang")
+    run_sglang(tmp_path / "run", *flags, "--steps", 3, "--save_every", 2)
+    run_sglang(tmp_path / "branch", "--resume", tmp_path / "run/checkpoint-2", "--lr", 1e-30)
+    expected, found = (kills.kept(tmp_path / name)["metrics"] for name in ("run", "branch"))
+    assert found[:3] == expected[:3] and found[3]["logprob_diff_max"] < 1e-4
+    assert found[3]["eval_score"] == expected[2]["eval_score"]      # it has not learned since: greedy answers are those
 
 
 @sglang

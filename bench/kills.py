@@ -47,14 +47,20 @@ def kill(process: subprocess.Popen):
     process.wait()
 
 
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the last checkpoint, if there is one, and of the exported model."""
+    found = {}
+    for place in [folder / "model", *checkpoints(folder)[-1:]]:
+        for path in place.rglob("*.safetensors"):
+            found |= {f"{path.relative_to(folder)} {name}": tensor for name, tensor in load_file(path).items()}
+    return found
+
+
 def kept(folder: Path) -> dict:
-    """What must be equal: metrics, samples, and the tensors of the last checkpoint and of the exported model."""
+    """What must be equal: metrics, samples, tensors."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in record.items() if not name.startswith(MEASURED)} for record in records]
-    tensors = {}
-    for path in sorted([*checkpoints(folder)[-1].rglob("*.safetensors"), *(folder / "model").glob("*.safetensors")]):
-        tensors |= {f"{path.relative_to(folder)} {name}": tensor for name, tensor in load_file(path).items()}
-    return dict(metrics=metrics, samples=(folder / "samples.jsonl").read_text(), tensors=tensors)
+    return dict(metrics=metrics, samples=(folder / "samples.jsonl").read_text(), tensors=tensors_in(folder))
 
 
 def differences(one: dict, other: dict) -> dict[str, int]:
