@@ -67,9 +67,9 @@ from tools.gate import Gate, Scores
 from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_contact, parse_flags
 from tools.packing import by_sample
 from tools.ranks import Stop, make_meshes
-from tools.runlog import averages, marked, sample_record
+from tools.runlog import RunLog, averages, marked, sample_record
 from tools.samples import laid_out, of_steps, spread
-from tools.scoring import best_of
+from tools.scoring import best_of, check_skipped, judge, score
 from tools.sglang_links import Patience, recent
 from tools.speed import forward_flops, speed
 from tools.weights import buckets, move, whole_tensors
@@ -760,11 +760,11 @@ def test_rollout_ends_where_the_context_has_no_room(tokenizer):
 
 def test_score_takes_a_number_for_each_step():
     sample = episode(3, [], steps=[0, 1, 1])
-    assert asyncio.run(train.score(sample, lambda sample: [0.5, 2])) == [0.5, 2.0]
-    assert asyncio.run(train.score(sample, lambda sample: 1)) == [0.0, 1.0]
+    assert asyncio.run(score(sample, lambda sample: [0.5, 2])) == [0.5, 2.0]
+    assert asyncio.run(score(sample, lambda sample: 1)) == [0.0, 1.0]
     for bad in ([1.0], [1.0, math.nan], [1.0, "2"], []):
         with pytest.raises(UserError, match="2 finite numbers, one a step"):
-            asyncio.run(train.score(sample, lambda sample: bad))
+            asyncio.run(score(sample, lambda sample: bad))
 
 
 def test_score_awaits_and_checks():
@@ -772,13 +772,13 @@ def test_score_awaits_and_checks():
         return 2
 
     sample = Sample([], {"nums": [1]})
-    assert asyncio.run(train.score(sample, later)) == [2.0]
-    assert asyncio.run(train.score(sample, lambda sample: True)) == [1.0]
+    assert asyncio.run(score(sample, later)) == [2.0]
+    assert asyncio.run(score(sample, lambda sample: True)) == [1.0]
     for bad, said in ((lambda sample: "1.0", "'1.0'"), (lambda sample: float("nan"), "nan"),
                       (lambda sample: None, "None"), (lambda sample: 1 / 0, "ZeroDivisionError"),
                       (lambda sample: float("inf"), "inf")):
         with pytest.raises(UserError, match=said):
-            asyncio.run(train.score(sample, bad))
+            asyncio.run(score(sample, bad))
 
 
 # ------------------------------------------------ the local engine ----------------------------------------------------
@@ -1262,6 +1262,95 @@ def test_a_failing_reward_ends_in_one_line(tmp_path):
     assert len(ours) == 1 and "reward_fn must return one finite number, not 'high'" in ours[0], done.stderr[-2000:]
 
 
+FAILING = """
+import itertools, sys, time
+sys.path.insert(0, ".")
+import train
+
+calls = itertools.count(1)
+
+def reward_fn(sample):
+    number = next(calls)
+    if number == 5:
+        raise ValueError("it broke")
+    if number == 6:
+        while True:
+            pass
+    if number == 7:
+        return float("nan")
+    return number % 2
+
+if __name__ == "__main__":
+    train.main(reward_fn=reward_fn)
+"""
+
+
+def test_a_reward_that_fails_now_and_then_ends_nothing(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text(FAILING)
+    done = run(script, *SMALL, "--steps", 1, "--reward_timeout", 0.5, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "3 samples failed, and their groups were left out, the first as: reward_fn raised ValueError: it broke" in (
+        done.stdout)
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    failed = [sample for sample in samples if "failure" in sample and sample["failure"]]
+    assert len(samples) == 32 and len(failed) == 3 and {sample["reward"] for sample in failed} == {0}
+    assert [text in "".join(sample["failure"] for sample in failed) for text in ("ValueError", "TimeoutError: it took "
+            "more than 0.5 s", "one finite number, not nan")] == [True] * 3
+    groups = {tuple(sample["key"][:1]) for sample in failed}
+    learned = {tuple(sample["key"][:1]) for sample in samples if "entropy" in sample}
+    assert learned and not learned & groups
+    done = run(script, *SMALL, "--steps", 1, "--max_reward_failures", 0.05, "--reward_timeout", 0.5, "--output_dir",
+               tmp_path / "strict")
+    assert done.returncode == 2 and "(3 of 32 samples failed; --max_reward_failures 0.05)" in done.stderr
+    assert len((tmp_path / "strict/samples.jsonl").read_text().splitlines()) == 32     # the step is there to look at
+
+
+def test_an_async_reward_has_a_deadline():
+    async def never(sample):
+        await asyncio.sleep(60)
+
+    sample = episode(2, [])
+    asyncio.run(judge(sample, never, 0.05))
+    assert "TimeoutError" in sample.failure and sample.rewards == [0.0]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
+    folder = random_model(tmp_path, "qwen3", tied=True)
+    trainer = make_trainer(Config(model=str(folder), group_size=2, warmup_steps=0, lr=0.01), mesh)
+    actor = trainer.actor
+    actor.update([trainer.micro_batches(some_samples())])
+    before = {name: value.full_tensor().clone() for name, value in actor.weights().items()}
+    broken = trainer.micro_batches(some_samples())
+    broken[0].weights[3] = math.nan
+    for number in (1, 2):
+        metrics = actor.update([broken])
+        assert (metrics["skipped"], actor.skipped, actor.scheduler.last_epoch) == (1, number, 1)
+    for name, value in actor.weights().items():
+        assert torch.equal(value.full_tensor(), before[name]), name
+    check_skipped(actor.skipped, 3)
+    with pytest.raises(UserError, match="2 steps in a row had no finite gradient"):
+        check_skipped(actor.skipped, 2)
+    assert actor.update([trainer.micro_batches(some_samples())])["skipped"] == actor.skipped == 0
+    assert not torch.equal(next(iter(actor.weights().values())).full_tensor(), next(iter(before.values())))
+
+
+def test_a_group_without_logprobs_is_left_out(mesh, tmp_path, tokenizer):
+    async def generate(ids, turn):
+        return [5, 6], [-1.0, math.nan], [0, 0], False
+
+    prompt = Sample([{"role": "user", "content": "1"}], {})
+    sample = asyncio.run(train.rollout(prompt, tokenizer, generate, None, 1, 99))
+    assert "log-probs that are no numbers" in sample.failure
+    folder = random_model(tmp_path, "qwen3", tied=True)
+    trainer, samples = make_trainer(Config(model=str(folder), group_size=2), mesh), some_samples()
+    for i, one in enumerate(samples):
+        one.key = (i // 2, i % 2)
+    samples[2].failure = "none"
+    used = [id(one) for batch in trainer.micro_batches(samples) for one in batch.samples]
+    assert id(samples[0]) in used and not {id(samples[2]), id(samples[3])} & set(used)
+
+
 def test_a_checkpoint_is_whole_and_replaces_the_last_one(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("import sys; sys.path.insert(0, '.'); import train; calls = []\n"
@@ -1365,6 +1454,14 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
                           env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "could not be written: " in done.stderr.splitlines()[-1], done.stderr[-2000:]
     assert not (tmp_path / "run/partial").exists() and not checkpoints(tmp_path / "run")
+
+
+def test_a_log_that_cannot_be_written_ends_in_one_line(tmp_path, tokenizer):
+    config = dict(output_dir=str(tmp_path), model="", data="", prompts_per_step=1, wandb="off")
+    log = RunLog(config, __file__, tokenizer, rows=1, enabled=True)
+    log.metrics = open("/dev/full", "w")
+    with pytest.raises(UserError, match="cannot be written: No space left on device"):
+        log.write(0, {"eval_score": 1.0}, [])
 
 
 @pytest.mark.parametrize("number, processes", [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
@@ -2002,12 +2099,12 @@ def test_a_prm_scores_each_step_at_its_tag():
     steps = ["1+1 = 2\n", "so", " 2"]
     found = judge.scores("How much is 1+1?\n", steps)
     text = ""
-    for step, score in zip(["How much is 1+1?\n" + steps[0], *steps[1:]], found):
+    for step, good in zip(["How much is 1+1?\n" + steps[0], *steps[1:]], found):
         text += step + " ки"
         ids = [i for part in re.split("( ки)", text) for i in tokenizer.encode(part, add_special_tokens=False)]
         logits = model(torch.tensor([ids])).logits[0, -1]
         plus, minus = (logits[tokenizer.convert_tokens_to_ids(token)].item() for token in "+-")
-        assert score == pytest.approx(1 / (1 + math.exp(minus - plus)), rel=1e-3)
+        assert good == pytest.approx(1 / (1 + math.exp(minus - plus)), rel=1e-3)
 
 
 def test_a_prm_may_be_elsewhere():

@@ -43,16 +43,16 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, g
 
 import rewards
 from local_engine import LocalEngine
-from tools.checkpoint import find_run, flags_of, load_checkpoint, random_states, save_checkpoint
+from tools.checkpoint import find_run, flags_of, load_checkpoint, random_states, save_checkpoint, save_model
 from tools.checks import check_config
-from tools.gate import Gate
+from tools.gate import Gate, Probe
 from tools.inputs import (JSON, UserError, check_prompts, find_model, find_tokenizer, flag, load_rows,
                           parse_flags, prompt_order)
 from tools.kernels import HeadLogprobs, packed_attention
 from tools.packing import by_sample, hand_back, laid_out, lay_out, pack, per_sample
 from tools.ranks import Stop, Stopped, gather, init_distributed, reduce
 from tools.runlog import RunLog, one_line_errors
-from tools.scoring import ask, best_of, score
+from tools.scoring import ask, best_of, check_failures, check_logprobs, check_skipped, judge
 from tools.sglang_links import Colocated, Servers, run
 from tools.speed import Stopwatch, speed, update_metrics
 from tools.weights import export, move, whole_weights
@@ -165,6 +165,9 @@ class Config:
     save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
     keep_checkpoints: int = flag(2, "the newest that stay")
     resume: str = flag("", "checkpoint or run to go on from, with its flags; auto: the one in --output_dir, if any")
+    reward_timeout: float = flag(60.0, "seconds that reward_fn may take for a sample")
+    max_reward_failures: float = flag(0.1, "share of a step's samples on which reward_fn may fail before the run ends")
+    max_skipped_steps: int = flag(5, "steps in a row whose gradient may be not finite before the run ends")
     wandb: Literal["auto", "online", "offline", "off"] = flag("auto", "auto: online when logged in")
 
     def __post_init__(self):
@@ -189,7 +192,6 @@ class Sample:
     """One episode: what the dataset asked, and what came of it. Lists are per token [T], the prompt's first."""
     messages: list[dict]                                    # the chat that becomes the prompt
     row: dict                                               # the dataset's row, for reward_fn
-    key: tuple[int, ...] = ()                               # the prompt's place in the run, the number in its group
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
     logprobs: list[float] = field(default_factory=list)     # the engine's, at its temperature; 0 where mask is 0
@@ -198,7 +200,9 @@ class Sample:
     text: str = ""                                          # what the policy wrote, all turns
     turns: list[str] = field(default_factory=list)          # the same turn by turn
     state: dict = field(default_factory=dict)               # for env_step and reward_fn to remember things in
+    key: tuple[int, ...] = ()                               # the prompt's place in the run, the number in its group
     truncated: bool = False                                 # stopped by a limit, not by itself
+    failure: str = ""                                       # why it cannot be learned from, nor can its group
     rewards: list[float] = field(default_factory=list)      # one a step
     advantages: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)  # the first policy's, where --kl_coef asks for it
@@ -285,6 +289,7 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int,
     for turn in range(max_turns):
         ids, logprobs, versions, sample.truncated = await generate(sample.ids, turn)
         sample.append(ids, 1, logprobs, versions, step=turn)
+        sample.failure = sample.failure or check_logprobs(logprobs)
         sample.turns.append(tokenizer.decode(ids, skip_special_tokens=True))
         sample.text += sample.turns[-1]
         reply = None if sample.truncated else await ask(env_step, sample)
@@ -563,6 +568,7 @@ class Actor(Policy):
         self.parameters = dict(self.model.named_parameters())   # now: once gathered, FSDP shows other tensors
         self.optimizer = torch.optim.AdamW(self.parameters.values(), config.lr, betas=(0.9, 0.99), weight_decay=0.0,
                                            fused=True)
+        self.skipped = 0                                        # steps in a row without a finite gradient
         self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
                                        config.steps * config.updates_per_step)
 
@@ -576,15 +582,17 @@ class Actor(Policy):
                 for name, value in (counts | {"loss": loss.detach()}).items():
                     sums[name] += value
                 worst = max(worst, gap)
-            norms.append(torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm,
-                                                        foreach=True))
-            self.optimizer.step()
-            self.scheduler.step()
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm, foreach=True)
+            if norm.full_tensor().isfinite():           # else nothing of this update counts
+                self.optimizer.step()
+                self.scheduler.step()
+                norms.append(norm.full_tensor().item())
             self.optimizer.zero_grad()
         totals = dict(zip(sums, reduce(torch.stack([*sums.values()]).tolist(), self.mesh["dp"])))
         (worst,) = reduce([float(worst)], self.mesh["dp"], dist.ReduceOp.MAX)
+        self.skipped = 0 if norms else self.skipped + 1
         return self.summarize(totals, len(updates)) | {
-            "logprob_diff_max": worst, "grad_norm": fmean(norm.full_tensor().item() for norm in norms)}
+            "logprob_diff_max": worst, "grad_norm": fmean(norms or [math.nan]), "skipped": len(updates) - len(norms)}
 
     def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
         """The loss of a micro-batch, sums over its tokens for `update_metrics`, and the largest gap to the engine."""
@@ -635,6 +643,7 @@ class SGLangEngine:
         if reason["type"] == "abort":
             raise UserError(f"SGLang aborted a request: {reason.get('message')}")
         logprobs, new_ids, *_ = map(list, zip(*meta["output_token_logprobs"]))
+        logprobs = [math.nan if logprob is None else logprob for logprob in logprobs]
         versions = [self.version] * len(new_ids)
         for span in meta.get("weight_versions", []):    # servers: a push may come in the middle of a completion
             if span["version"].isdigit():
@@ -670,7 +679,8 @@ class Trainer:
         self.actor = Actor(path, self.mesh, config, self.engine.vocab_size)
         self.reference = Policy(path, self.mesh, config, self.engine.vocab_size) if config.kl_coef else None
         self.learners = {"actor": self.actor}           # what a checkpoint holds
-        self.gate = Gate(config, self.actor.model.config.tie_word_embeddings, self.probe, self.rescore)
+        probe = Probe(self, rollout, make_batch)
+        self.gate = Gate(config, self.actor.model.config.tie_word_embeddings, probe.play, probe.score)
         self.log = RunLog(asdict(config), __file__, self.tokenizer, len(self.data), dist.get_rank() == 0,
                           self.checkpoint and self.checkpoint.parent, self.state.get("log"))
 
@@ -685,6 +695,8 @@ class Trainer:
                 if self.eval_data and (step % config.eval_every == 0 or step == last):
                     metrics |= self.evaluate()
                 self.log.write(step, metrics, samples)
+                check_failures(samples, config.max_reward_failures)
+                check_skipped(self.actor.skipped, config.max_skipped_steps)
                 self.state = dict(step=step, draws=self.draws, version=self.engine.version, random=random_states(),
                                   log=self.log.state())
                 if config.save_every and step and step % config.save_every == 0:
@@ -695,7 +707,7 @@ class Trainer:
                 if step < last:
                     self.stop.check()
             if not config.eval_only:
-                self.save(Path(config.output_dir) / "model")
+                save_model(config, self.save)
         except Stopped as stopped:
             self.save_checkpoint()
             self.log.stopped(str(stopped), self.state["step"])
@@ -717,6 +729,7 @@ class Trainer:
         """The mean reward on the evaluation data (avg@n); with several samples a prompt, that of the best of k, too."""
         size, prompts = self.config.eval_samples, list(enumerate(range(len(self.eval_data))))
         played = gather(self.act(self.eval_data, prompts, size, self.config.eval_temperature), self.mesh["dp"])
+        check_failures(played, self.config.max_reward_failures)
         scores = [sample.reward for sample in played]
         return {"eval_score": fmean(scores)} | best_of([scores[i:i + size] for i in range(0, len(scores), size)])
 
@@ -813,23 +826,8 @@ class Trainer:
 
         await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns, self.room)
         with self.timed("reward"):      # a sum over samples, within time_rollout; waits of async rewards overlap
-            sample.rewards = await score(sample, self.reward_fn)
+            await judge(sample, self.reward_fn, self.config.reward_timeout)
         return sample
-
-    def probe(self, rows: list[int], temperature: float, limit: int) -> list[Sample]:
-        """For the gate: what the engine of this rank makes of some prompts, at most `limit` tokens of each."""
-        return self.play([rollout(
-            self.data[row % len(self.data)], self.tokenizer,
-            lambda ids, turn, seed=seed: self.engine.generate(ids, temperature, seed, limit), None, 1, self.room)
-            for seed, row in list(enumerate(rows))[self.engine.share]])
-
-    @torch.no_grad()
-    def rescore(self, samples: list[Sample], temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """For the gate: ids [N] of the tokens that an engine made, its log-probs [N], and the actor's [N]."""
-        batch = make_batch(samples, self.config.device)
-        logprobs, _ = self.actor.logprobs(batch, temperature=temperature)
-        self.actor.model.reshard()      # else what the root has gathered stays until a backward pass
-        return batch.targets.cpu(), batch.engine_logprobs.cpu(), logprobs.cpu()
 
     @torch.no_grad()
     def token_values(self, samples: list[Sample], model) -> list[list[float]]:
@@ -866,7 +864,9 @@ class Trainer:
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
         """Packs the samples of one optimiser step. Those that leave no gradient only count in the weights."""
         config = self.config
-        counted = [sample for sample in samples if not (config.mask_truncated and sample.truncated)]
+        failed = {sample.key[:1] for sample in samples if sample.failure}
+        counted = [sample for sample in samples
+                   if sample.key[:1] not in failed and not (config.mask_truncated and sample.truncated)]
         always = config.entropy_coef or config.kl_coef and config.kl_in == "loss"
         batches = self.share([sample for sample in counted if always or any(sample.advantages)], samples[0])
         for batch in batches:

@@ -204,6 +204,19 @@ def reason(error: BaseException) -> str:
     return brief(next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error)
 
 
+def save_model(config, export):
+    """Writes RUN/model by `export(folder)`, in place of an older one once it is whole. All ranks call it together."""
+    target, partial = (Path(config.output_dir) / name for name in ("model", "partial"))
+    with on_disk(partial):
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier()
+        export(partial)
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+
+
 def flush(path: Path):
     """Waits until a file, or the names in a folder, are on the disk: a crash of the machine may follow."""
     handle = os.open(path, os.O_RDONLY)

@@ -6,9 +6,11 @@ from tools.inputs import UserError
 
 POSITIVE = ("prompts_per_step", "group_size", "max_new_tokens", "max_turns", "temperature", "updates_per_step", "steps",
             "lr", "max_grad_norm", "tokens_per_micro_batch", "bucket_mb", "engine_timeout", "dp_replicate",
-            "eval_samples", "keep_checkpoints")
+            "eval_samples", "keep_checkpoints", "reward_timeout",
+            "max_skipped_steps")
 NOT_NEGATIVE = ("gamma", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tis_cap", "dynamic_sampling",
-                "overlong_buffer", "eval_temperature", "warmup_steps", "eval_every", "save_every")
+                "overlong_buffer", "eval_temperature", "warmup_steps", "eval_every", "save_every",
+                "max_reward_failures")
 
 
 def check_config(config, given: set[str]):

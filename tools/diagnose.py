@@ -21,9 +21,15 @@ class Diagnosis:
         self.low = min(self.low, *(sample.reward for sample in samples))
         self.high = max(self.high, *(sample.reward for sample in samples))
         counts = self.groups(samples)
-        said = [self.signal(counts), self.on_policy(record), self.truncation(record), self.clipping(record),
-                self.collapse(record, counts)]
+        said = [self.failures(samples), self.signal(counts), self.on_policy(record), self.truncation(record),
+                self.clipping(record), self.collapse(record, counts)]
         return " ".join(filter(None, said))
+
+    def failures(self, samples: list) -> str | None:
+        """Samples that could not be judged."""
+        failures = [sample.failure for sample in samples if getattr(sample, "failure", "")]
+        if failures:
+            return f"{len(failures)} samples failed, and their groups were left out, the first as: {failures[0]}."
 
     def groups(self, samples: list) -> dict[str, int]:
         """How many groups there are by what their rewards say."""

@@ -149,11 +149,34 @@ class Gate:
 
     def judge_rollout(self, gap: float):
         """The same for the mean |difference| over a rollout's trained tokens, the same number on every rank."""
-        if self.mode == "off" or gap <= self.bound:
+        if self.mode == "off" or not gap > self.bound:      # without a finite gradient it may be no number
             return
         self.check_temperature()
         self.judge(gap, "a rollout that is no sample of the policy, though a few tokens are: look at what only long or "
                         "multi-turn sequences have (the engine's cache, rope scaling, changes by a template)")
+
+
+class Probe:
+    """How the gate of a train.Trainer plays and scores; `rollout` and `make_batch` are those of train.py."""
+
+    def __init__(self, trainer, rollout, make_batch):
+        self.trainer, self.rollout, self.make_batch = trainer, rollout, make_batch
+
+    def play(self, rows: list[int], temperature: float, limit: int) -> list:
+        """What the engine of this rank makes of some prompts, at most `limit` tokens of each."""
+        trainer = self.trainer
+        return trainer.play([self.rollout(
+            trainer.data[row % len(trainer.data)], trainer.tokenizer,
+            lambda ids, turn, seed=seed: trainer.engine.generate(ids, temperature, seed, limit), None, 1, trainer.room)
+            for seed, row in list(enumerate(rows))[trainer.engine.share]])
+
+    @torch.no_grad()
+    def score(self, samples: list, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Ids [N] of the tokens that an engine made, its log-probs [N], and the actor's [N]."""
+        actor, batch = self.trainer.actor, self.make_batch(samples, self.trainer.config.device)
+        logprobs, _ = actor.logprobs(batch, temperature=temperature)
+        actor.model.reshard()           # else what the root has gathered stays until a backward pass
+        return batch.targets.cpu(), batch.engine_logprobs.cpu(), logprobs.cpu()
 
 
 def over_ranks(gap: float, cause: str | None = None) -> tuple[str | None, float]:

@@ -104,13 +104,20 @@ class RunLog:
             if diagnosis:
                 say(f"{margin} | {diagnosis}")
         self.totals["tokens"] += record.get("tokens", 0)
+        try:
+            self.append(record, samples)
+        except OSError as error:
+            raise UserError(f"{self.folder} cannot be written: {error.strerror}; its checkpoints are whole") from error
+        if self.wandb:
+            self.wandb.log(record, step=step)
+
+    def append(self, record: dict, samples: list):
+        """Writes a step into the files."""
         self.metrics.write(json.dumps(record) + "\n")
         self.metrics.flush()
         for sample in samples:
-            self.samples.write(ENCODER.encode({"step": step} | sample_record(sample)) + "\n")
+            self.samples.write(ENCODER.encode({"step": record["step"]} | sample_record(sample)) + "\n")
         self.samples.flush()
-        if self.wandb:
-            self.wandb.log(record, step=step)
 
     def add_tokenizer(self, model: Path):
         """Makes a folder with weights one that loads by itself."""

@@ -1,7 +1,11 @@
 """Calls the user's functions, and trusts nothing that comes back."""
+import asyncio
 import inspect
 import math
 import numbers
+import signal
+import threading
+from contextlib import contextmanager
 from itertools import compress
 from operator import mul
 from statistics import fmean
@@ -20,14 +24,67 @@ async def ask(env_step, sample) -> str | None:
     return reply
 
 
-async def score(sample, reward_fn) -> list[float]:
+@contextmanager
+def deadline(seconds: float):
+    """Raises TimeoutError in a block that takes longer, in Python or in a wait; a thread of its own has no deadline."""
+    def late(*_):
+        raise TimeoutError(f"it took more than {seconds:g} s (--reward_timeout)")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    older = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, older)
+
+
+async def judge(sample, reward_fn, seconds: float):
+    """Sets sample.rewards. Where reward_fn fails, or takes longer than that, they are 0 and sample.failure says why."""
+    try:
+        sample.rewards = await score(sample, reward_fn, seconds)
+    except UserError as error:
+        sample.failure, sample.rewards = str(error), [0.0] * count_steps(sample)
+
+
+def check_logprobs(logprobs: list[float]) -> str:
+    """Why a turn cannot be learned from: an engine that has no log-probs for it (TRL #6266); or ""."""
+    return "" if all(map(math.isfinite, logprobs)) else "the engine gave log-probs that are no numbers"
+
+
+def check_failures(samples: list, share: float):
+    """Raises UserError if more than that share of samples has failed."""
+    failures = [sample.failure for sample in samples if sample.failure]
+    if len(failures) > share * len(samples):
+        raise UserError(f"{failures[0]} ({len(failures)} of {len(samples)} samples failed; --max_reward_failures "
+                        f"{share:g})")
+
+
+def check_skipped(count: int, most: int):
+    """Raises UserError after so many steps in a row without a finite gradient."""
+    if count >= most:
+        raise UserError(f"{count} steps in a row had no finite gradient, and changed nothing: look at the last step of "
+                        "samples.jsonl, lower --lr, or raise --max_skipped_steps")
+
+
+def count_steps(sample) -> int:
+    """How many steps have a reward."""
+    return len(set(compress(sample.steps, sample.mask))) or 1
+
+
+async def score(sample, reward_fn, seconds: float = 60.0) -> list[float]:
     """The rewards, one a step; a single number is the last step's. Raises UserError for anything else."""
     try:
-        found = reward_fn(sample)
-        found = await found if inspect.isawaitable(found) else found
+        with deadline(seconds):
+            found = reward_fn(sample)
+        if inspect.isawaitable(found):
+            found = await asyncio.wait_for(found, seconds)
     except Exception as error:
         raise UserError(f"reward_fn raised {type(error).__name__}: {error}; the row was {sample.row}") from error
-    steps = len(set(compress(sample.steps, sample.mask))) or 1
+    steps = count_steps(sample)
     rewards = found if isinstance(found, list) else [0.0] * (steps - 1) + [found]
     if len(rewards) != steps or not all(isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards):
         wanted = f"{steps} finite numbers, one a step" if isinstance(found, list) else "one finite number"
