@@ -116,7 +116,7 @@ class Config:
     temperature: float = flag(1.0, "of sampling, and so of the trained log-probs")
     # algorithm
     algo: Literal[tuple(ALGORITHMS)] = flag("grpo", "row of the table of algorithms")
-    # None, of a flag that follows: as --algo says
+    # where the default is None, the row says
     baseline: Literal["none", "mean", "leave_one_out"] | None = flag(None, "of a group; none: each turn for itself")
     normalize: Literal["none", "group", "turns", "tokens"] | None = flag(None, "over what advantages have a std of 1")
     ratio: Literal["token", "step", "sequence"] | None = flag(None, "what has one ratio pi / pi_old")
@@ -161,7 +161,7 @@ class Config:
     eval_samples: int = flag(1, "completions a prompt in an evaluation: n of avg@n, the largest k of pass@k")
     eval_temperature: float = flag(0.0, "of evaluations; 0: greedy")
     eval_only: bool = flag(False, "evaluate the model as it is, and end")
-    target: float = flag(math.inf, "end when eval_score reaches it, and write what that took")
+    target: float = flag(0.0, "end when eval_score reaches it, and write what that took; 0: none")
     save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
     keep_checkpoints: int = flag(2, "the newest that stay")
     resume: str = flag("", "checkpoint or run to go on from, with its flags; auto: the one in --output_dir, if any")
@@ -701,7 +701,7 @@ class Trainer:
                                   log=self.log.state())
                 if config.save_every and step and step % config.save_every == 0:
                     self.save_checkpoint()
-                if metrics.get("eval_score", -math.inf) >= config.target:
+                if config.target and metrics.get("eval_score", -math.inf) >= config.target:
                     self.log.reached(step, metrics["eval_score"])
                     break
                 if step < last:
