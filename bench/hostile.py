@@ -1,10 +1,10 @@
-"""Runs the hostile programs of assets/hostile.txt in tools/sandbox.py, and looks at what they got and what they left.
+"""Runs the hostile programs of assets/hostile.txt in tools/sandbox.py. What do they get, and what do they leave?
 
-    python -m bench.hostile [--ways namespaces plain] [--only "fork bomb"]
+    python -m bench.hostile [--ways namespaces plain "bwrap ..."] [--only "fork bomb"]
 
-Prints a Markdown table: for each program what stops it, and whether it was stopped. Below, what was left behind:
-processes, files, shared memory, mounts, changes of the repository; and calls that took longer than they may. Run it as
-root and as somebody else; it needs nothing but Python and Linux.
+A way is what the variable SANDBOX may say. Prints a Markdown table: for each program what stops it, and whether it was
+stopped in each way. Below, what was left behind: processes, files, shared memory, mounts, changes of the repository;
+and calls that took longer than they may. Run it as root and as somebody else; it needs only Python and Linux.
 """
 import argparse
 import ctypes
@@ -96,7 +96,7 @@ def judge(trainer: Trainer, way: str, row: tuple) -> tuple[str, float]:
     """Runs a program: "yes" if it was contained, else what went wrong, and by how much its call overran."""
     _, printed, seconds, code = row
     start = time.monotonic()
-    output = sandbox.run(trainer.fill_in(code), seconds, "", [way])
+    output = sandbox.run(trainer.fill_in(code), seconds, "", sandbox.way(way))
     late = time.monotonic() - start - seconds
     if re.search("^ESCAPED", output, re.MULTILINE) or trainer.secret in output:
         return "**no**", late
@@ -119,7 +119,7 @@ def run_all(way: str, corpus: dict) -> tuple[dict[str, str], list[str], list[str
 def main():
     """Runs all programs in each way and prints what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", default=["namespaces", "plain"], choices=["namespaces", "plain"])
+    parser.add_argument("--ways", nargs="+", default=["namespaces", "plain"])
     parser.add_argument("--only", default="", help="only programs whose names have this")
     parser.add_argument("--output", type=Path, help="a file for the verdicts, as JSON")
     flags = parser.parse_args()
@@ -135,7 +135,8 @@ def main():
         notes.append(f"{way}: {took}; left behind: {left or 'nothing'}; late: {late or 'none'}")
         for name, verdict in verdicts.items():
             table[name].append(verdict)
-    print(f"| program | stopped by | {' | '.join(flags.ways)} |\n|---|---|{'---|' * len(flags.ways)}")
+    columns = [way.split()[0] for way in flags.ways]
+    print(f"| program | stopped by | {' | '.join(columns)} |\n|---|---|{'---|' * len(flags.ways)}")
     for name, verdicts in table.items():
         print(f"| {name} | {corpus[name][0]} | {' | '.join(verdicts)} |")
     print("", f"As {'root' if os.getuid() == 0 else 'an ordinary user'}.", *notes, sep="\n")
