@@ -74,11 +74,14 @@ def way(asked: str) -> list[str]:
 def run(code: str, timeout_s: float, stdin: str, words: list[str]) -> str:
     """run_python in one of the ways."""
     environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory(prefix="sandbox-") as folder:
-        for name, text in (("program.py", code), ("stdin", stdin)):
-            with open(f"{folder}/{name}", "w", encoding="utf-8", errors="replace") as file:
+    with tempfile.TemporaryDirectory(prefix="sandbox-") as outer:
+        folder = f"{outer}/folder"              # the program's; it cannot put a link in its place, as outer is not
+        os.mkdir(folder)
+        os.chmod(outer, 0o711)
+        for path, text in ((f"{folder}/program.py", code), (f"{outer}/stdin", stdin)):
+            with open(path, "w", encoding="utf-8", errors="replace") as file:
                 file.write(text)
-        with open(f"{folder}/stdin", "rb") as given:
+        with open(f"{outer}/stdin", "rb") as given:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, folder, str(timeout_s), *words], stdin=given, cwd=folder,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment | {"HOME": folder},
@@ -88,7 +91,7 @@ def run(code: str, timeout_s: float, stdin: str, words: list[str]) -> str:
         finally:
             kill(process)
             if words != NAMESPACES:
-                flatten(folder)
+                remove(folder)
     text = output.decode("utf-8", errors="replace")
     return text + (f"\n[{ending}]" if ending else "")
 
@@ -126,12 +129,11 @@ def kill(process: subprocess.Popen):
     process.stdout.close()
 
 
-def flatten(folder: str):
-    """Removes the folders in a folder: a program can nest them deeper than Python's own way to remove them goes."""
-    inner = [entry.path for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    if inner:
-        subprocess.run(["chmod", "-R", "u+rwx", *inner], stderr=subprocess.DEVNULL)
-        subprocess.run(["rm", "-rf", *inner], stderr=subprocess.DEVNULL)
+def remove(folder: str):
+    """Removes a folder, whatever a program left in it: Python's own way ends where folders are nested too deep."""
+    for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*command, folder], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                       stderr=subprocess.DEVNULL)
 
 
 # ------------------------------------------------ in a process of its own: the supervisor ----------------------------
@@ -263,7 +265,7 @@ def keep_to(folder: str):
     ruleset = libc.syscall(444, struct.pack("QQQ", anything, tcp, scopes), ctypes.c_size_t(24), 0)
     check(ruleset, "landlock_create_ruleset")
     read_directory, read_file, write_file, execute = 8, 4, 2, 1
-    for path in filter(os.path.exists, SEEN + (folder,)):
+    for path in filter(os.path.exists, (*SEEN, folder)):
         rights = write_file | read_file if path.startswith("/dev") else read_file | execute
         if os.path.isdir(path):
             rights = anything if path == folder else rights | read_directory
