@@ -2685,10 +2685,11 @@ def test_root_of_a_container_gets_namespaces_by_way_of_another_user(everyones):
     assert int(run.stdout) > sandbox.FIRST_USER, run.stderr
 
 
-def test_a_program_ends_with_its_trainer():
+def test_a_program_ends_with_its_trainer(everyones):
     call = ("from tools import sandbox; sandbox.way(''); print(flush=True)\n"
             "sandbox.run_python('import time; time.sleep(600)', 2)")
-    with subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE) as trainer:
+    folder = {"TMPDIR": str(everyones.folder)}         # its temporary folder stays: nobody is left to remove it
+    with subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, env=os.environ | folder) as trainer:
         trainer.stdout.readline()
         below = []
         while len(below) < 2:               # the supervisor and the program
