@@ -20,11 +20,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import fields, replace
 from functools import partial
@@ -58,7 +59,7 @@ from recipes.critic import Critic, critic_metrics, gae
 from recipes.gsm8k import GSM8KConfig
 from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
 from recipes.turns import user_turn
-from tools import kernels, make_calculator, make_guesser
+from tools import kernels, make_calculator, make_guesser, sandbox
 from tools import plan as planner
 from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
@@ -2724,6 +2725,110 @@ def test_calculator_problems_are_apart_and_episodes_are_true():
             (program, _), (result, _), (said, _) = pieces
             value = eval(math_python.program_of(program).removeprefix("print"))
             assert f"Code execution result: {value}<" in result and rewards.math(said, str(value)) == 1
+
+
+# ------------------------------------------------ programs that mean harm --------------------------------------------
+STRANGER = 64999                        # a user of nobody here
+OPEN_WITHOUT_NAMESPACES = {"many files", "many empty files"}        # they fill the disk
+
+
+@pytest.fixture
+def everyones(monkeypatch):
+    """A copy of what runs programs that other users can read too: call it with arguments for Python, and who it is."""
+    folder = Path(tempfile.mkdtemp(prefix="everyones-"))
+    folder.chmod(0o755)
+    for name in ("tools/sandbox.py", "bench/hostile.py", "assets/hostile.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(name, folder / name)
+    monkeypatch.delenv("SANDBOX", raising=False)
+    who = {"user": STRANGER, "group": STRANGER, "extra_groups": []} if os.getuid() == 0 else {}
+
+    def python(*arguments, stranger=False, before=(), **more):
+        if stranger:
+            for path in (folder, *folder.rglob("*")):
+                os.chown(path, who.get("user", -1), who.get("group", -1))
+        for program in (sys.executable, "/usr/bin/python3"):
+            with suppress(OSError):         # one in root's home is out of reach for others
+                subprocess.run([program, "-c", ""], check=True, **who)
+                return subprocess.run([*before, program, "-B", *arguments], cwd=folder, capture_output=True, text=True,
+                                      **(who if stranger else {}), **more)
+        pytest.skip("no Python that other users can run")
+
+    python.folder = folder
+    yield python
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("way, stranger, only", [
+    ("namespaces", False, ""), ("plain", True, ""), ("namespaces", True, "reads"), ("plain", False, "reads")])
+def test_hostile_programs_get_nothing_and_leave_nothing(everyones, way, stranger, only):
+    if way == "plain" and sandbox.libc.syscall(444, None, 0, 1) < 6:
+        pytest.skip("a kernel whose Landlock knows no signals: plain is then open, as tools/sandbox.py says")
+    run = everyones("-m", "bench.hostile", "--ways", way, "--only", only, "--output", "found", stranger=stranger)
+    if run.returncode and way == "namespaces" and "OSError: no program can run" in run.stderr:
+        pytest.skip("no namespaces here")
+    assert run.returncode == 0, run.stderr
+    found = json.loads((everyones.folder / "found").read_text())[way]
+    wrong = {name: verdict for name, verdict in found["verdicts"].items() if verdict != "yes"}
+    if way == "plain":
+        wrong = {name: verdict for name, verdict in wrong.items() if name not in OPEN_WITHOUT_NAMESPACES}
+    assert (wrong, found["left"], found["late"]) == ({}, [], [])
+    assert len(found["verdicts"]) > (60 if not only else 4)
+
+
+def test_honest_programs_run():
+    assert sandbox.run_python("print(sum(map(int, input().split())))", 30, "2 3\n") == "5\n"
+    assert sandbox.run_python(r"import sys; print('é\0', file=sys.stderr); sys.exit(1)", 30) == "é\0\n"
+    assert sandbox.run_python("\0", 30).endswith("source code cannot contain null bytes\n")
+    assert sandbox.run_python("\udcff = 1", 30).rstrip().endswith("SyntaxError: invalid syntax")
+    program = ("import asyncio, os, subprocess, tempfile, multiprocessing.dummy as threads\n"
+               "asyncio.run(asyncio.sleep(0)); tempfile.TemporaryFile()\n"
+               "print(threads.Pool(4).map(abs, [-1, 2]), subprocess.run('echo 3', shell=True, stdout=1).returncode)")
+    old = os.umask(0o077)
+    try:
+        assert sandbox.run_python(program, 30) == "3\n[1, 2] 0\n"
+    finally:
+        os.umask(old)
+
+
+def test_sandbox_is_the_one_that_was_asked_for(everyones, monkeypatch):
+    said = "from tools import sandbox; print(sandbox.run_python('import os; print(os.environ.get(\"BOX\"))', 30))"
+    for who in ({}, {"stranger": True}):
+        assert everyones("-c", said, **who, env={"SANDBOX": "env BOX=yes"}).stdout.strip() == "yes"
+    for words in ("false", "no_such_program --at-all"):
+        monkeypatch.setenv("SANDBOX", words)
+        with pytest.raises(OSError, match="no program can run"):
+            sandbox.run_python("print(1)")
+    bwrap = ("bwrap --unshare-all --die-with-parent --ro-bind / / --tmpfs /tmp --tmpfs /home --proc /proc --dev /dev "
+             "--bind . /home --chdir /home --setenv BOX strong")
+    if which("bwrap") and subprocess.run([*bwrap.split(), "true"], capture_output=True).returncode == 0:
+        assert everyones("-c", said, env={"SANDBOX": bwrap, "PATH": os.environ["PATH"]}).stdout.strip() == "strong"
+
+
+def test_root_of_a_container_gets_namespaces_by_way_of_another_user(everyones):
+    if os.getuid() or not which("setpriv"):
+        pytest.skip("needs root and setpriv")
+    unshared = subprocess.run(["setpriv", "--reuid", str(STRANGER), "--clear-groups", "unshare", "-rn", "true"],
+                              capture_output=True)
+    if unshared.returncode:
+        pytest.skip("no namespaces for users here")
+    run = everyones("-c", "from tools import sandbox; print(sandbox.run_python('import os; print(os.getuid())', 30))",
+                    before=["setpriv", "--bounding-set=-sys_admin"], env={"SANDBOX": "namespaces"})
+    assert int(run.stdout) > sandbox.FIRST_USER, run.stderr
+
+
+def test_a_program_ends_with_its_trainer(everyones):
+    call = ("from tools import sandbox; sandbox.way(''); print(flush=True)\n"
+            "sandbox.run_python('import time; time.sleep(600)', 2)")
+    folder = {"TMPDIR": str(everyones.folder)}         # its temporary folder stays: nobody is left to remove it
+    with subprocess.Popen([sys.executable, "-c", call], stdout=subprocess.PIPE, env=os.environ | folder) as trainer:
+        trainer.stdout.readline()
+        below = []
+        while len(below) < 2:               # the supervisor and the program
+            below = psutil.Process(trainer.pid).children(recursive=True)
+            time.sleep(0.01)
+        trainer.kill()
+    assert psutil.wait_procs(below, 60)[1] == []
 
 
 if __name__ == "__main__":
