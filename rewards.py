@@ -20,7 +20,7 @@ PLAIN = str.maketrans({"−": "-", ",": "", "$": "", "\\": ""})
 BRACE = re.compile(r"\\.|[{}]", re.DOTALL)      # with a backslash before it, it is no brace
 MAX_EXPRESSION = 200    # characters; an answer to countdown is far shorter
 MAX_DIGITS = 18         # of one number in it
-MAX_TRACE = 100_000     # characters of a trace that are looked at
+MAX_TEXT = 100_000      # characters of a text that are searched for lines or numbers
 MAX_LATEX = 500         # characters; the longest answer in MATH has 159
 
 
@@ -97,9 +97,9 @@ def countdown_habits(text: str, target: int) -> dict[str, float]:
 
     `arithmetic`: attempts whose sides are all equal. `verdicts`: each yes and no that is right about its line's result.
     `stops_after_hit`: a yes that no attempt follows. `goes_on_after_miss`: a no that an attempt follows.
-    Only the first MAX_TRACE characters are looked at.
+    Only the first MAX_TEXT characters are looked at.
     """
-    trace = text[:MAX_TRACE].split("</think>")[0].removeprefix("<think>")
+    trace = text[:MAX_TEXT].split("</think>")[0].removeprefix("<think>")
     lines = [line.rpartition(" ") for line in trace.splitlines()]
     attempts = [(sides_of(equation), verdict) for equation, _, verdict in lines if verdict in ("yes", "no")]
     last = len(attempts) - 1
@@ -127,9 +127,10 @@ def sides_of(equation: str) -> list[Fraction | None]:
 def gsm8k_last_number(text: str, gold: str) -> float:
     """1.0 when the last number of the text is the one after `####` in a GSM8K solution (arXiv:2110.14168), else 0.0.
 
-    Thousands' commas do not count, and 72.0 is 72. `gold` may also be the bare number.
+    Thousands' commas do not count, and 72.0 is 72. `gold` may also be the bare number. Of the text the last MAX_TEXT
+    characters are looked at.
     """
-    right, found = gold_number(gold), NUMBER.findall(text)
+    right, found = gold_number(gold), NUMBER.findall(text[-MAX_TEXT:])
     return float(bool(found) and as_fraction(found[-1]) == right)
 
 

@@ -2643,6 +2643,14 @@ def test_a_question_that_is_given_up_leaves_no_answer_behind(monkeypatch):
     assert not own.grade("3", "4") and own.grade("5", "5")
 
 
+def test_a_worker_that_died_between_two_answers_is_replaced():
+    own = grader.Grader()
+    assert own.grade("1", "1")
+    own.worker.kill()
+    own.worker.wait()
+    assert own.grade("1", "1") and not own.grade("1", "2")
+
+
 def test_latex_without_math_verify_is_an_error(monkeypatch):
     monkeypatch.setattr(grader.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="is math-verify installed"):

@@ -43,7 +43,7 @@ class Grader:
     def grade(self, answer: str, gold: str) -> bool:
         """Whether they are equal; False where the worker dies of the question. RuntimeError where none can start."""
         with self.lock:
-            if self.worker is None:
+            if self.worker is None or self.worker.poll() is not None:
                 self.start()
             guard = threading.Timer(PATIENCE, self.worker.kill)
             guard.daemon = True
