@@ -2651,6 +2651,13 @@ def test_a_worker_that_died_between_two_answers_is_replaced():
     assert own.grade("1", "1") and not own.grade("1", "2")
 
 
+def test_the_worker_ends_with_a_trainer_that_is_killed():
+    program = ("import os, rewards; from tools import grader; rewards.math(r'\\boxed{1}', '1'); "
+               "print(grader.grader(os.getpid()).worker.pid, flush=True); os.kill(os.getpid(), 9)")
+    worker = int(run("-c", program, timeout=120).stdout)        # which waits until nobody has its standard error
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
 def test_latex_without_math_verify_is_an_error(monkeypatch):
     monkeypatch.setattr(grader.sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="is math-verify installed"):
