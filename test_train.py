@@ -2654,8 +2654,15 @@ def test_a_worker_that_died_between_two_answers_is_replaced():
 def test_the_worker_ends_with_a_trainer_that_is_killed():
     program = ("import os, rewards; from tools import grader; rewards.math(r'\\boxed{1}', '1'); "
                "print(grader.grader(os.getpid()).worker.pid, flush=True); os.kill(os.getpid(), 9)")
-    worker = int(run("-c", program, timeout=120).stdout)        # which waits until nobody has its standard error
-    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+    worker = int(run("-c", program, timeout=120).stdout)
+
+    def ended():
+        try:
+            return psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    assert any(ended() or time.sleep(0.1) for _ in range(600))
 
 
 def test_latex_without_math_verify_is_an_error(monkeypatch):
