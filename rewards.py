@@ -2,15 +2,26 @@
 
 A model's text is untrusted input: nothing here evaluates it as Python. Arithmetic goes through a parser of our own,
 over exact fractions and with bounds on its size. No torch, and nothing of `train`: a verifier can be tested alone.
+Programs that a model wrote are for `run_python(code, timeout_s)`, which runs them apart from everything.
 """
 import re
 from fractions import Fraction
 
-TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])", re.ASCII)
-NUMBER = re.compile(r"(?:(?<![0-9)])-)?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)", re.ASCII)      # in 5-6 the last is 6
-INTEGER = re.compile(r"-?[0-9]+", re.ASCII)
+from tools.grader import grade
+from tools.sandbox import run_python
+
+__all__ = ["countdown", "countdown_habits", "gsm8k_last_number", "gsm8k_boxed", "math", "run_python"]
+
+TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
+SIGN = r"[-−](?:\\?\$)?"         # also of -$5
+NUMBER = re.compile(rf"(?:(?<![0-9)]){SIGN})?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)")       # in 5-6 the last is 6
+INTEGER = re.compile(r"[-−]?[0-9]+")
+PLAIN = str.maketrans({"−": "-", ",": "", "$": "", "\\": ""})
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)      # with a backslash before it, it is no brace
 MAX_EXPRESSION = 200    # characters; an answer to countdown is far shorter
 MAX_DIGITS = 18         # of one number in it
+MAX_TEXT = 100_000      # characters of a text that are searched for lines or numbers
+MAX_LATEX = 500         # characters; the longest answer in MATH has 159
 
 
 # ------------------------------------------------ countdown -----------------------------------------------------------
@@ -44,6 +55,8 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
         end = match.end()
     if expression[end:].strip():
         raise ValueError(f"cannot read {expression[end:].strip()!r}")
+    if tokens.count("(") != tokens.count(")"):      # so what follows is never deeper than half of MAX_EXPRESSION
+        raise ValueError("a parenthesis has no other")
     tokens.reverse()    # a stack: the next token is its last
     used = []
 
@@ -66,7 +79,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
         if token == "(":
             value = total()
             if not tokens or tokens.pop() != ")":
-                raise ValueError("a parenthesis is not closed")
+                raise ValueError("a parenthesis closes too early")
             return value
         if not token.isdecimal() or len(token) > MAX_DIGITS:
             raise ValueError(f"expected a number of at most {MAX_DIGITS} digits, found {token!r}")
@@ -84,13 +97,15 @@ def countdown_habits(text: str, target: int) -> dict[str, float]:
 
     `arithmetic`: attempts whose sides are all equal. `verdicts`: each yes and no that is right about its line's result.
     `stops_after_hit`: a yes that no attempt follows. `goes_on_after_miss`: a no that an attempt follows.
+    Only the first MAX_TEXT characters are looked at.
     """
-    lines = [line.rpartition(" ") for line in text.split("</think>")[0].removeprefix("<think>").splitlines()]
+    trace = text[:MAX_TEXT].split("</think>")[0].removeprefix("<think>")
+    lines = [line.rpartition(" ") for line in trace.splitlines()]
     attempts = [(sides_of(equation), verdict) for equation, _, verdict in lines if verdict in ("yes", "no")]
     last = len(attempts) - 1
     shares = {
         "arithmetic": [None not in sides and len(set(sides)) == 1 for sides, _ in attempts],
-        "verdicts": [(sides[-1] == target) == (verdict == "yes") for sides, verdict in attempts],
+        "verdicts": [(sides[-1] == Fraction(target)) == (verdict == "yes") for sides, verdict in attempts],
         "stops_after_hit": [i == last for i, (_, verdict) in enumerate(attempts) if verdict == "yes"],
         "goes_on_after_miss": [i < last for i, (_, verdict) in enumerate(attempts) if verdict == "no"],
     }
@@ -112,15 +127,11 @@ def sides_of(equation: str) -> list[Fraction | None]:
 def gsm8k_last_number(text: str, gold: str) -> float:
     """1.0 when the last number of the text is the one after `####` in a GSM8K solution (arXiv:2110.14168), else 0.0.
 
-    Thousands' commas do not count, and 72.0 is 72. `gold` may also be the bare number.
+    Thousands' commas do not count, and 72.0 is 72. `gold` may also be the bare number. Of the text the last MAX_TEXT
+    characters are looked at.
     """
-    found = NUMBER.findall(text)
-    if not found:
-        return 0.0
-    right = NUMBER.findall(str(gold).split("####")[-1])
-    if not right:
-        raise ValueError(f"no number in the answer {gold!r}")
-    return float(as_fraction(found[-1]) == as_fraction(right[-1]))
+    right, found = gold_number(gold), NUMBER.findall(text[-MAX_TEXT:])
+    return float(bool(found) and as_fraction(found[-1]) == right)
 
 
 def gsm8k_boxed(text: str, gold: str) -> int:
@@ -128,25 +139,46 @@ def gsm8k_boxed(text: str, gold: str) -> int:
 
     TapeAgents' protocol for GSM8K (examples/rl_gsm8k); thousands' commas do not count, `gold` as in gsm8k_last_number.
     """
-    right = NUMBER.findall(str(gold).split("####")[-1])
-    if not right:
-        raise ValueError(f"no number in the answer {gold!r}")
-    _, boxed, rest = text.rpartition("\\boxed")
+    right = gold_number(gold)
+    _, box, rest = text.rpartition("\\boxed")
     found = INTEGER.search(rest.replace(",", ""))
-    if not boxed or not found:
+    if not box or not found:
         return -1
-    return int(as_fraction(found[0]) == as_fraction(right[-1]))
+    return int(as_fraction(found[0]) == right)
+
+
+def gold_number(gold: str) -> Fraction:
+    """The last number, of what is behind #### where there is that. Raises ValueError when there is none."""
+    found = NUMBER.findall(str(gold).split("####")[-1])
+    value = as_fraction(found[-1]) if found else None
+    if value is None:
+        raise ValueError(f"no number in the answer {gold!r}")
+    return value
 
 
 def as_fraction(number: str) -> Fraction | None:
-    """An exact number from digits with commas and a point; None when it is absurdly long."""
-    return Fraction(number.replace(",", "")) if len(number) <= 60 else None
+    """What NUMBER has found, exactly; None when it is absurdly long, and then it equals nothing."""
+    return Fraction(number.translate(PLAIN)) if len(number) <= 60 else None
 
 
 def math(text: str, gold: str) -> float:
-    r"""1.0 when the text's last \boxed{} is mathematically the gold answer (LaTeX), else 0.0; graded by math-verify."""
-    from math_verify import LatexExtractionConfig, parse, verify     # slow to import: only where it is used
+    r"""1.0 when the text's last \boxed{} is mathematically the gold answer (LaTeX), else 0.0; graded by math-verify.
 
-    boxed = [LatexExtractionConfig(boxed_match_priority=0)]
-    answer = parse(text[max(text.rfind("\\boxed"), 0):], extraction_config=boxed, extraction_mode="first_match")
-    return float(bool(answer) and verify(parse(f"\\boxed{{{gold}}}"), answer))
+    That happens in another process, where an answer that takes too long is wrong (tools/grader.py), from any thread.
+    """
+    answer = boxed(text)
+    return float(bool(answer) and grade(answer, str(gold)))
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last \boxed{} holds; None where there is none, or it is not closed within MAX_LATEX characters."""
+    _, found, rest = text.rpartition("\\boxed")
+    rest = rest.lstrip()
+    if not found or not rest.startswith("{"):
+        return None
+    depth = 0
+    for match in BRACE.finditer(rest, 0, MAX_LATEX + 2):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return rest[1:match.start()]
+    return None

@@ -25,9 +25,11 @@ import threading
 import time
 import urllib.request
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from dataclasses import fields, replace
+from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +44,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings, strategies
 from safetensors import safe_open
 from torch.nn.attention.varlen import varlen_attn
 from transformers import (
@@ -51,7 +54,7 @@ from transformers import (
 import local_engine
 import rewards
 import train
-from bench import kills, memory
+from bench import hostile_texts, kills, memory
 from local_engine import LocalEngine, sample_tokens
 from recipes import code, gem_env, gsm8k, guess_number, math_python, prm, qa_search
 from recipes import reasoning_gym as gym
@@ -59,7 +62,7 @@ from recipes.critic import Critic, critic_metrics, gae
 from recipes.gsm8k import GSM8KConfig
 from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
 from recipes.turns import user_turn
-from tools import kernels, make_calculator, make_guesser, sandbox
+from tools import grader, kernels, make_calculator, make_guesser, sandbox
 from tools import plan as planner
 from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
@@ -2737,7 +2740,7 @@ def everyones(monkeypatch):
     """A copy of what runs programs that other users can read too: call it with arguments for Python, and who it is."""
     folder = Path(tempfile.mkdtemp(prefix="everyones-"))
     folder.chmod(0o755)
-    for name in ("tools/sandbox.py", "bench/hostile.py", "assets/hostile.txt"):
+    for name in ("tools/sandbox.py", "bench/hostile_programs.py", "assets/hostile_programs.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(name, folder / name)
     monkeypatch.delenv("SANDBOX", raising=False)
@@ -2764,7 +2767,7 @@ def everyones(monkeypatch):
 def test_hostile_programs_get_nothing_and_leave_nothing(everyones, way, stranger, only):
     if way == "plain" and sandbox.libc.syscall(444, None, 0, 1) < 6:
         pytest.skip("a kernel whose Landlock knows no signals: plain is then open, as tools/sandbox.py says")
-    run = everyones("-m", "bench.hostile", "--ways", way, "--only", only, "--output", "found", stranger=stranger)
+    run = everyones("-m", "bench.hostile_programs", "--ways", way, "--only", only, "--output", "found", stranger=stranger)
     if run.returncode and way == "namespaces" and "OSError: no program can run" in run.stderr:
         pytest.skip("no namespaces here")
     assert run.returncode == 0, run.stderr
@@ -2829,6 +2832,185 @@ def test_a_program_ends_with_its_trainer(everyones):
             time.sleep(0.01)
         trainer.kill()
     assert psutil.wait_procs(below, 60)[1] == []
+
+
+# ------------------------------------------------ hostile completions ------------------------------------------------
+SLOW_LATEX = [case for case in hostile_texts.cases() if case.kind == "LaTeX, slow"]
+
+
+def judged(cases: list) -> list:
+    """In a thread, as a caller may; the cases that do not get the score that they should."""
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(
+        case for case in cases if hostile_texts.judge(case)[0] != case.score), daemon=True)
+    thread.start()
+    thread.join(900)
+    assert not thread.is_alive(), "hangs"
+    return found
+
+
+@pytest.mark.parametrize("verifier", ["countdown", "gsm8k_last_number", "gsm8k_boxed", "math"])
+def test_hostile_completions_get_what_they_should(verifier):
+    cases = [case for case in hostile_texts.cases() if case.verifier == verifier and case not in SLOW_LATEX]
+    assert len(cases) > 45 and len({case.score for case in cases}) > 1 and not judged(cases)
+
+
+def test_what_takes_too_long_is_wrong_and_harms_no_one_else():
+    rewards.math("\\boxed{4}", "4")
+    before = grader.grader(os.getpid()).worker
+    towers = SLOW_LATEX[:2] + SLOW_LATEX[-2:]
+    assert not judged(towers) and before.poll() < 0         # the kernel has ended it
+    assert rewards.math("\\boxed{4}", "4") == 1 and rewards.math("\\boxed{5}", "4") == 0
+
+
+def test_answers_from_many_threads_are_not_mixed_up():
+    pairs = list(itertools.product(map(str, range(10)), repeat=2))
+    with ThreadPoolExecutor(8) as pool:
+        said = list(pool.map(lambda pair: rewards.math(f"\\boxed{{{pair[0]}}}", pair[1]), pairs))
+    assert said == [float(answer == gold) for answer, gold in pairs]
+
+
+def test_a_question_that_is_given_up_leaves_no_answer_behind(monkeypatch):
+    own = grader.Grader()
+    assert own.grade("1", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(own.worker, "stdout", SimpleNamespace(readline=pytest.fail, close=lambda: None))
+        with pytest.raises(pytest.fail.Exception):
+            own.grade("2", "2")
+    assert not own.grade("3", "4") and own.grade("5", "5")
+
+
+def test_a_worker_that_died_between_two_answers_is_replaced():
+    own = grader.Grader()
+    assert own.grade("1", "1")
+    own.worker.kill()
+    own.worker.wait()
+    assert own.grade("1", "1") and not own.grade("1", "2")
+
+
+def test_the_worker_ends_with_a_trainer_that_is_killed():
+    program = ("import os, rewards; from tools import grader; rewards.math(r'\\boxed{1}', '1'); "
+               "print(grader.grader(os.getpid()).worker.pid, flush=True); os.kill(os.getpid(), 9)")
+    worker = int(run("-c", program, timeout=120).stdout)
+
+    def ended():
+        try:
+            return psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    assert any(ended() or time.sleep(0.1) for _ in range(600))
+
+
+def test_latex_without_math_verify_is_an_error(monkeypatch):
+    monkeypatch.setattr(grader.sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="is math-verify installed"):
+        grader.Grader().grade("1", "1")
+
+
+def test_sympy_evaluates_literals_only():
+    program = """
+import sys
+from tools import grader
+grader.forbid_evaluation()
+from sympy.parsing.sympy_parser import parse_expr
+for text in sys.argv[1:]:
+    try:
+        print(parse_expr(text))
+    except ValueError:
+        print("refused")
+"""
+    texts = ["12", "3/4", "1.50", "__import__('os').getpid()", "2**9", "f(1)", "x", "(1).__class__", "[1]",
+             "1 if 2 else 3"]
+    found = run("-c", program, *texts).stdout.split("\n")
+    assert found[:4] == ["12", "3/4", "1.50000000000000", "refused"] and found[6] == "x"
+    assert [found[i] for i in (4, 5, 7, 8, 9)] == ["refused"] * 5
+
+
+def test_arithmetic_agrees_with_a_slow_reference():
+    found, counts = hostile_texts.disagreements(5000, seed=1)
+    assert not found and min(counts["value"], counts["refused"]) > 1500
+    assert hostile_texts.slow_value("(1+2)/4 - 03") == (Fraction(-9, 4), [1, 2, 4, 3]) and hostile_texts.slow_value("2**3") is None
+
+
+@pytest.mark.parametrize("trace", [
+    "", "\0", "\ud800 no", "1 yes", "= yes", "==== no", "9**9**9 = 1 yes", "1" * 10**6 + " yes", "1=" * 10**6 + "1 yes",
+    "1+1=2 yes\n" * 10**5, "(" * 10**6 + " no", "no\n" * 10**6, " yes" * 10**6, "<think>" * 10**5, "</think>" * 10**5,
+    "1/0 = 1/0 yes", "1\u20281=1 no"], ids=range(17))
+def test_habits_of_hostile_traces_are_shares(trace):
+    assert all(0 <= share <= 1 for share in rewards.countdown_habits(trace, 4).values())
+
+
+def test_habits_take_a_target_that_is_a_string():
+    assert rewards.countdown_habits("1+2 = 3 yes", "3") == rewards.countdown_habits("1+2 = 3 yes", 3)
+
+
+def test_an_absurd_gold_number_is_an_error_and_equals_nothing():
+    for gold in ("1" * 100, "no number"):
+        with pytest.raises(ValueError, match="no number"):
+            rewards.gsm8k_last_number("1" * 100, gold)
+        with pytest.raises(ValueError, match="no number"):
+            rewards.gsm8k_boxed("\\boxed{" + "1" * 100, gold)
+
+
+def test_a_caller_may_be_deep_in_the_stack():
+    text = "<answer>" + "(" * 99 + "5" + ")" * 99 + "</answer>"
+
+    def deep(levels: int):
+        return deep(levels - 1) if levels else rewards.countdown(text, [5], 5)
+
+    used = len(inspect.stack())
+    assert deep(sys.getrecursionlimit() - used - 330) == 1
+
+
+CHARACTERS = strategies.one_of(strategies.sampled_from("0123456789+-*/()=.,{}\\$%−<> \n"), strategies.characters())
+TAGS = ["<answer>", "</answer>", "\\boxed{", "}", "####", "<think>", "</think>", "3+4+5", "18", "**", "\\frac"]
+PIECES = strategies.lists(strategies.one_of(strategies.text(CHARACTERS), strategies.sampled_from(TAGS))).map("".join)
+EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+@EXAMPLES
+@given(PIECES)
+def test_no_text_makes_a_verifier_raise_or_pay_something_else(text):
+    assert rewards.countdown(text, [3, 4, 5], 12) in (0.0, 1.0)
+    assert rewards.gsm8k_last_number(text, "#### 18") in (0.0, 1.0)
+    assert rewards.gsm8k_boxed(text, "#### 18") in (-1, 0, 1)
+    assert all(0 <= share <= 1 for share in rewards.countdown_habits(text, 12).values())
+
+
+@settings(EXAMPLES, max_examples=40)
+@given(PIECES)
+def test_no_latex_makes_the_verifier_raise_or_pay_something_else(text):
+    assert rewards.math(f"\\boxed{{{text}}}", "4") in (0.0, 1.0)
+
+
+@EXAMPLES
+@given(PIECES, strategies.sampled_from(["3+4+5", "(5 + 4)+3=12", "3*4*5", "3+3+4"]),
+       strategies.sampled_from(["", " ", "\n\t"]))
+def test_only_the_last_answer_counts_and_space_does_not(before, answer, space):
+    score = rewards.countdown(f"<answer>{answer}</answer>", [3, 4, 5], 12)
+    assert rewards.countdown(f"{before}<answer>{space}{answer}{space}</answer>{space}", [5, 3, 4], 12) == score
+    number = {1.0: "18", 0.0: "17"}[score]
+    assert rewards.gsm8k_last_number(f"{before} {number}{space}", "#### 18") == score
+    assert rewards.gsm8k_boxed(f"{before}\\boxed{{{space}{number}{space}}}", "#### 18") == score
+    assert rewards.boxed(f"{before}\\boxed{space}{{{number}}}{before.replace('boxed', '')}") == number
+
+
+@EXAMPLES
+@given(strategies.recursive(strategies.integers(0, 10**18 - 1).map(str), lambda inner: strategies.one_of(
+    strategies.tuples(inner, strategies.sampled_from(["+", "-", "*", "/", " / "]), inner).map("".join),
+    inner.map("({})".format), inner.map("-{}".format)), max_leaves=8))
+def test_arithmetic_is_exact(expression):
+    try:
+        found = rewards.evaluate(expression)
+    except ZeroDivisionError:
+        found = None
+    assert found == hostile_texts.slow_value(expression)
+
+
+def test_verifiers_import_cheaply_and_offer_the_sandbox():
+    loaded = run("-c", "import sys, rewards; print([m for m in ('torch', 'sympy', 'math_verify') if m in sys.modules])")
+    assert loaded.stdout == "[]\n" and rewards.run_python("print(6 * 7)", timeout_s=20.0) == "42\n"
 
 
 if __name__ == "__main__":

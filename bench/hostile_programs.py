@@ -1,6 +1,6 @@
-"""Runs the hostile programs of assets/hostile.txt in tools/sandbox.py. What do they get, and what do they leave?
+"""Runs the hostile programs of assets/hostile_programs.txt in tools/sandbox.py. What do they get, and what do they leave?
 
-    python -m bench.hostile [--ways namespaces plain "bwrap ..."] [--only "fork bomb"]
+    python -m bench.hostile_programs [--ways namespaces plain "bwrap ..."] [--only "fork bomb"]
 
 A way is what the variable SANDBOX may say. Prints a Markdown table: for each program what stops it, and whether it was
 stopped in each way. Below, what was left behind: processes, files, shared memory, mounts, changes of the repository;
@@ -123,7 +123,7 @@ def main():
     parser.add_argument("--only", default="", help="only programs whose names have this")
     parser.add_argument("--output", type=Path, help="a file for the verdicts, as JSON")
     flags = parser.parse_args()
-    corpus = read_corpus(REPOSITORY / "assets/hostile.txt")
+    corpus = read_corpus(REPOSITORY / "assets/hostile_programs.txt")
     corpus = {name: row for name, row in corpus.items() if flags.only in name}
     table, notes, results = defaultdict(list), [], {}
     for way in flags.ways:
