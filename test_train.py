@@ -2742,7 +2742,7 @@ def everyones(monkeypatch):
     folder.chmod(0o755)
     for name in ("tools/sandbox.py", "bench/hostile_programs.py", "assets/hostile_programs.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copy(name, folder / name)
+        shutil.copy(HERE / name, folder / name)
     monkeypatch.delenv("SANDBOX", raising=False)
     who = {"user": STRANGER, "group": STRANGER, "extra_groups": []} if os.getuid() == 0 else {}
 
@@ -2767,7 +2767,8 @@ def everyones(monkeypatch):
 def test_hostile_programs_get_nothing_and_leave_nothing(everyones, way, stranger, only):
     if way == "plain" and sandbox.libc.syscall(444, None, 0, 1) < 6:
         pytest.skip("a kernel whose Landlock knows no signals: plain is then open, as tools/sandbox.py says")
-    run = everyones("-m", "bench.hostile_programs", "--ways", way, "--only", only, "--output", "found", stranger=stranger)
+    run = everyones("-m", "bench.hostile_programs", "--ways", way, "--only", only, "--output", "found",
+                    stranger=stranger)
     if run.returncode and way == "namespaces" and "OSError: no program can run" in run.stderr:
         pytest.skip("no namespaces here")
     assert run.returncode == 0, run.stderr
@@ -2930,7 +2931,8 @@ for text in sys.argv[1:]:
 def test_arithmetic_agrees_with_a_slow_reference():
     found, counts = hostile_texts.disagreements(5000, seed=1)
     assert not found and min(counts["value"], counts["refused"]) > 1500
-    assert hostile_texts.slow_value("(1+2)/4 - 03") == (Fraction(-9, 4), [1, 2, 4, 3]) and hostile_texts.slow_value("2**3") is None
+    assert hostile_texts.slow_value("(1+2)/4 - 03") == (Fraction(-9, 4), [1, 2, 4, 3])
+    assert hostile_texts.slow_value("2**3") is None
 
 
 @pytest.mark.parametrize("trace", [

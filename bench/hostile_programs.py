@@ -1,4 +1,4 @@
-"""Runs the hostile programs of assets/hostile_programs.txt in tools/sandbox.py. What do they get, and what do they leave?
+"""Runs hostile programs, assets/hostile_programs.txt, in tools/sandbox.py. What do they get, and what do they leave?
 
     python -m bench.hostile_programs [--ways namespaces plain "bwrap ..."] [--only "fork bomb"]
 

@@ -293,7 +293,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--expressions", type=int, default=100_000, help="how many are compared with the reference")
     parser.add_argument("--seed", type=int, default=0, help="of the expressions")
-    parser.add_argument("--output", type=Path, default=measure.ASSETS / "hostile_texts.json", help="where the numbers go")
+    parser.add_argument("--output", type=Path, default=measure.ASSETS / "hostile_texts.json", help="for the numbers")
     flags = parser.parse_args()
     rewards.math("\\boxed{1}", "1")         # starts the process that grades LaTeX
     judged = [(case, *judge(case)) for case in cases()]
