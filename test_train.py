@@ -1834,7 +1834,7 @@ def test_the_line_budget():
 def test_the_readme_does_not_drift():
     readme = (HERE / "README.md").read_text()
     others = {"standalone", "nproc_per_node", "nnodes", "node_rank", "master_addr", "output", "help", "host", "port",
-              "processes", "gpu_gb"}
+              "processes", "gpu_gb", "rounds"}
     configs = (Config, PPOConfig, GSM8KConfig, math_python.ToolConfig, qa_search.SearchConfig,
                prm.PRMConfig)
     known = {flag.name for config in configs for flag in fields(config)}
