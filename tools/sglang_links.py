@@ -177,6 +177,7 @@ class Servers:
     """
 
     def __init__(self, config):
+        leave_torchrun()
         self.loop, self.session, self.patience = asyncio.new_event_loop(), None, Patience(config.engine_timeout)
         urls = [url.strip().rstrip("/") for url in config.engine.split(",")]
         first = dist.get_rank() % len(urls)     # each rank prefers another one
