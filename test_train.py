@@ -1114,6 +1114,22 @@ def test_bad_flags_are_named(arguments, said):
     assert "\n" not in str(error.value)
 
 
+WORDS = ["none", "mean", "token", "clip", "auto", "True", "nan", "inf", "-1", "0", "1e400", "{}", "null", "http://"]
+VALUES = strategies.one_of(strategies.text(max_size=12), strategies.integers().map(str),
+                           strategies.floats().map(str), strategies.sampled_from(WORDS))
+NAMES = strategies.sampled_from([*(flag.name for flag in fields(Config)), "lrr", ""])
+
+
+@settings(max_examples=300, deadline=None)
+@given(strategies.lists(strategies.tuples(NAMES, VALUES), max_size=4), strategies.sampled_from([Config, PPOConfig, GSM8KConfig]))
+def test_any_flags_make_a_config_or_one_line(given_flags, config_class):
+    arguments = [text for name, value in given_flags for text in (f"--{name}", value)]
+    try:
+        assert isinstance(parse_flags(config_class, train.TINY, arguments, flags_of), config_class)
+    except UserError as error:
+        assert len(str(error).splitlines()) == 1
+
+
 def test_bad_data_is_named(tmp_path, tokenizer, mesh):
     empty, foreign, broken, hole = (tmp_path / f"{name}.jsonl" for name in ("empty", "foreign", "broken", "hole"))
     empty.write_text("")

@@ -17,6 +17,9 @@ FAMILIES = ("qwen2", "qwen3", "llama")      # Qwen2.5 is a qwen2
 class UserError(Exception):
     """Something that the user can mend: `main` prints its one line, without a traceback, and exits with code 2."""
 
+    def __str__(self) -> str:
+        return " ".join(super().__str__().splitlines())     # whatever text it quotes
+
 
 class JSON(dict):
     """The type of a flag whose value is a JSON object."""
