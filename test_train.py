@@ -1121,7 +1121,8 @@ NAMES = strategies.sampled_from([*(flag.name for flag in fields(Config)), "lrr",
 
 
 @settings(max_examples=300, deadline=None)
-@given(strategies.lists(strategies.tuples(NAMES, VALUES), max_size=4), strategies.sampled_from([Config, PPOConfig, GSM8KConfig]))
+@given(strategies.lists(strategies.tuples(NAMES, VALUES), max_size=4),
+       strategies.sampled_from([Config, PPOConfig, GSM8KConfig]))
 def test_any_flags_make_a_config_or_one_line(given_flags, config_class):
     arguments = [text for name, value in given_flags for text in (f"--{name}", value)]
     try:
