@@ -2684,7 +2684,7 @@ def in_flight(url: str, output: str):
         for version in (1, 2):
             samples = [Sample([], {}, prompt + ids, [0] * len(prompt) + [int(v == version) for v in versions],
                               [0.0] * len(prompt) + logprobs) for prompt, ids, logprobs, versions in made]
-            scored = Scores(*trainer.rescore(samples, 1.0))
+            scored = Scores(*trainer.gate.score(samples, 1.0))
             gaps[weights, version] = scored.gap
     record |= {"diff": max(gaps[1, 1], gaps[2, 2]), "diff to the other weights": min(gaps[1, 2], gaps[2, 1])}
     Path(output, "said.json").write_text(json.dumps(record))
