@@ -1885,10 +1885,10 @@ def test_speed_by_hand(mesh):
 
 def test_what_is_kept_of_a_sample():
     sample = Sample([], {}, [5, 6, 7, 8, 9], [0, 1, 1, 0, 1], [0, -1, -2, 0, -3], [0, 4, 4, 0, 4], [0, 0, 0, 0, 1],
-                    rewards=[1.0, 2.0], advantages=[0, 0.5, 0.5, 0, 0.25], state={"env": object()})
+                    rewards=[1.0, 2.0], advantages=[0, 0.5, 0.5, 0, 0.25], state={"env": object()}, key=(3, 1))
     assert sample_record(sample) == dict(
         ids=[5, 6, 7, 8, 9], trained=[(1, 3), (4, 5)], logprobs=[-1, -2, -3], versions=4, steps=[0, 0, 1], text="",
-        truncated=False, rewards=[1.0, 2.0], advantages=[0.5, 0.5, 0.25], reward=3.0)
+        key=(3, 1), failure="", truncated=False, rewards=[1.0, 2.0], advantages=[0.5, 0.5, 0.25], reward=3.0)
 
 
 def test_averages_skip_what_is_missing():
