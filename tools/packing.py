@@ -72,7 +72,7 @@ def per_sample(samples: list, batches: list, values: list[torch.Tensor], dp) -> 
 
 
 def hand_back(samples: list, batches: list, names: tuple[str, ...], dp):
-    """Gives samples, as lists [T], what batches have by these names, tensors [N], to six decimals: they are to look at."""
+    """Gives samples, as lists [T], what batches have by these names, [N], to six decimals: they are to look at."""
     for name in names:
         rounded = [getattr(batch, name).double().round(decimals=6) for batch in batches]
         for sample, values in zip(samples, per_sample(samples, batches, rounded, dp)):
