@@ -72,7 +72,7 @@ from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_c
 from tools.packing import by_sample
 from tools.ranks import Stop, make_meshes
 from tools.runlog import RunLog, averages, marked, sample_record
-from tools.samples import laid_out, of_steps, spread
+from tools.samples import of_steps, over_tokens, spread
 from tools.scoring import best_of, check_skipped, judge, score
 from tools.sglang_links import Patience, recent
 from tools.speed import forward_flops, speed
@@ -2381,9 +2381,9 @@ def test_numbers_stand_at_their_tokens(tmp_path):
 
 def test_one_number_stands_for_all_trained_tokens():
     nan, mask = pytest.approx(math.nan, nan_ok=True), np.array([True, False, True])
-    assert laid_out(2.5, mask).tolist() == [2.5, nan, 2.5]
-    assert laid_out([1, "NaN"], mask).tolist() == [1, nan, nan]        # what load_samples makes of NaN
-    assert laid_out([1, 2, 3], mask) is laid_out("text", mask) is laid_out(None, mask) is None
+    assert over_tokens(2.5, mask).tolist() == [2.5, nan, 2.5]
+    assert over_tokens([1, "NaN"], mask).tolist() == [1, nan, nan]        # what load_samples makes of NaN
+    assert over_tokens([1, 2, 3], mask) is over_tokens("text", mask) is over_tokens(None, mask) is None
 
 
 def test_samples_of_a_group_are_told_by_their_place(tmp_path):

@@ -665,7 +665,7 @@ class Trainer:
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
         self.config, self.reward_fn, self.env_step = config, reward_fn, env_step
-        self.timed, self.draws, self.stop = Stopwatch(), 0, Stop()
+        self.timed, self.stop = Stopwatch(), Stop()
         self.mesh = init_distributed(config)
         set_seed(config.seed + dist.get_rank())         # for a reward_fn that draws; training itself draws nothing
         path, context = find_model(config.model, self.mesh["tp"].size())
@@ -674,6 +674,7 @@ class Trainer:
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
         self.checkpoint, self.state = find_run(config)
+        self.draws = self.state["draws"]
         engine_class = LocalEngine if config.engine == "local" else SGLangEngine
         self.engine = engine_class(path, self.tokenizer, self.mesh, config)
         self.actor = Actor(path, self.mesh, config, self.engine.vocab_size)
@@ -719,8 +720,7 @@ class Trainer:
         self.swap(to="actor")
         if self.checkpoint:
             load_checkpoint(self.checkpoint, self.state, self.learners)
-            self.draws, self.engine.version = self.state["draws"], self.state["version"] - 1
-            self.gate.pushes = self.engine.version
+            self.engine.version = self.gate.pushes = self.state["version"] - 1      # the next push is that one again
         self.publish(start=True)
         self.swap(to="engine")
         self.stop.listen()

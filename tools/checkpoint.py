@@ -96,7 +96,7 @@ def find_run(config) -> tuple[Path | None, dict]:
     config.output_dir, checkpoint = answer[0]
     if config.save_every or checkpoint:
         check_shared(Path(config.output_dir))
-    return (Path(checkpoint), read_state(Path(checkpoint))) if checkpoint else (None, {"step": -1})
+    return (Path(checkpoint), read_state(Path(checkpoint))) if checkpoint else (None, {"step": -1, "draws": 0})
 
 
 def check_shared(folder: Path):

@@ -86,7 +86,7 @@ def load_samples(path: Path, chosen: dict[int, list[int]]) -> Iterator[tuple[int
                 yield place, record
 
 
-def laid_out(value, mask: np.ndarray) -> np.ndarray | None:
+def over_tokens(value, mask: np.ndarray) -> np.ndarray | None:
     """Trained tokens' numbers [N], or one for all of them, over the tokens of a mask [T]: NaN where it is False.
 
     None for what is no such thing, as other fields of a sample may be.

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tools.inputs import UserError, brief
-from tools.samples import find_samples, laid_out, load_samples, of_steps, spread, what_is_kept
+from tools.samples import find_samples, load_samples, of_steps, over_tokens, spread, what_is_kept
 
 PAGE, SCRIPT = Path(__file__).with_suffix(".html"), Path(__file__).with_suffix(".js")
 LIMIT = 2000        # samples in a page
@@ -106,7 +106,7 @@ class Packer:
             mask[first:end] = True
         columns = {}
         for name in [name for name in record if name not in NO_COLUMN]:
-            values = laid_out(record[name], mask)
+            values = over_tokens(record[name], mask)
             if values is not None:
                 constant = isinstance(record[name], (int, float))
                 columns[name] = float(record[name]) if constant else base64.b64encode(values.tobytes()).decode()
