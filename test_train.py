@@ -62,20 +62,22 @@ from recipes.critic import Critic, critic_metrics, gae
 from recipes.gsm8k import GSM8KConfig
 from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
 from recipes.turns import user_turn
-from tools import grader, kernels, make_calculator, make_guesser, sandbox
+from tools import checks, grader, kernels, make_calculator, make_guesser, sandbox, scoring
 from tools import plan as planner
 from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
 from tools.diagnose import Diagnosis
 from tools.gate import Gate, Scores
-from tools.inputs import UserError, check_prompts, find_model, load_rows, lost_contact, parse_flags
+from tools.inputs import JSON, UserError, check_prompts, find_model, load_rows, lost_contact, parse_flags
+from tools.judges import Judges
 from tools.packing import by_sample
 from tools.ranks import Stop, make_meshes
 from tools.runlog import RunLog, averages, marked, sample_record
 from tools.samples import of_steps, over_tokens, spread
 from tools.scoring import best_of, check_skipped, judge, score
-from tools.sglang_links import Patience, recent
+from tools.sglang_links import recent, unpack
 from tools.speed import forward_flops, speed
+from tools.waits import Patience
 from tools.weights import buckets, move, whole_tensors
 from train import Config, RLDataset, Sample, Trainer
 
@@ -1316,8 +1318,8 @@ def test_a_reward_that_fails_now_and_then_ends_nothing(tmp_path):
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     failed = [sample for sample in samples if "failure" in sample and sample["failure"]]
     assert len(samples) == 32 and len(failed) == 3 and {sample["reward"] for sample in failed} == {0}
-    assert [text in "".join(sample["failure"] for sample in failed) for text in ("ValueError", "TimeoutError: it took "
-            "more than 0.5 s", "one finite number, not nan")] == [True] * 3
+    assert [text in "".join(sample["failure"] for sample in failed) for text in ("ValueError", "reward_fn took more "
+            "than 0.5 s", "one finite number, not nan")] == [True] * 3
     groups = {tuple(sample["key"][:1]) for sample in failed}
     learned = {tuple(sample["key"][:1]) for sample in samples if "entropy" in sample}
     assert learned and not learned & groups
@@ -1333,7 +1335,169 @@ def test_an_async_reward_has_a_deadline():
 
     sample = episode(2, [])
     asyncio.run(judge(sample, never, 0.05))
-    assert "TimeoutError" in sample.failure and sample.rewards == [0.0]
+    assert "took more than 0.05 s" in sample.failure and sample.rewards == [0.0]
+
+
+def test_what_env_step_does_wrong_is_a_failure_of_its_sample():
+    async def raises(sample):
+        raise ValueError("it broke")
+
+    async def sleeps(sample):
+        await asyncio.sleep(60)
+
+    async def counts(sample):
+        return 3
+
+    for env_step, said in ((raises, "env_step raised ValueError: it broke"), (counts, "a text or None, not 3"),
+                           (sleeps, "env_step took more than 0.1 s (--reward_timeout)")):
+        sample = episode(2, [])
+        assert asyncio.run(scoring.ask(env_step, sample, 0.1)) is None and said in sample.failure
+        asyncio.run(judge(sample, lambda sample: 1.0, 1.0))
+        assert said in sample.failure           # and a reward does not hide it
+
+
+@pytest.mark.parametrize("flags, name", [
+    (dict(engine="http://user:pass@host:1,http://host:2"), "--engine"),
+    (dict(engine="http://host:2,http://key@host:1"), "--engine"), (dict(model="https://me:pass@host/model"), "--model"),
+    (dict(sglang_args=JSON(api_key="x")), "--sglang_args has api_key")])
+def test_a_secret_in_a_flag_is_refused_before_it_is_written(flags, name, monkeypatch):
+    monkeypatch.setattr(checks, "find_spec", lambda name: True)
+    with pytest.raises(UserError, match=name) as raised:
+        Config(**flags)
+    assert "pass" not in str(raised.value).replace("password", "")
+
+
+def test_a_failing_env_step_is_counted_and_the_run_goes_on(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("import sys; sys.path.insert(0, '.'); import train\n"
+                      "async def env_step(sample):\n    return 1 / 0 if sample.key == (1, 1) else None\n"
+                      "if __name__ == '__main__': train.main(env_step=env_step)\n")
+    done = run(script, *SMALL, "--steps", 1, "--max_turns", 2, "--output_dir", tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    (failed,) = [sample for sample in samples if sample["failure"]]
+    assert failed["key"] == [1, 1] and "env_step raised ZeroDivisionError" in failed["failure"]
+    assert not any("entropy" in sample for sample in samples if sample["key"][0] == 1)      # its group is left out
+
+
+KILLING = """
+import ctypes, os, sys
+sys.path.insert(0, ".")
+import train
+
+def reward_fn(sample):
+    if sample.key == (2, 1):
+        sum(range(10 ** 15))            # C that no signal gets into
+    if sample.key == (3, 2):
+        os.kill(os.getpid(), 9)
+    if sample.key == (5, 0):
+        ctypes.string_at(0)             # a segmentation fault
+    return sample.key[1] % 2
+
+if __name__ == "__main__":
+    train.main(reward_fn=reward_fn)
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_reward_that_never_returns_or_dies_takes_nothing_along(tmp_path, workers):
+    script = tmp_path / "kills.py"
+    script.write_text(KILLING)
+    done = run(script, *SMALL, "--steps", 1, "--reward_timeout", 0.5, "--reward_workers", workers, "--output_dir",
+               tmp_path / "run")
+    assert done.returncode == 0, done.stderr[-3000:]
+    samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
+    failed = {tuple(sample["key"]): sample["failure"] for sample in samples if sample["failure"]}
+    assert len(samples) == 32 and failed.keys() == {(2, 1), (3, 2), (5, 0)}
+    assert "silent for 5.5 s (--reward_timeout)" in failed[2, 1] and "died" in failed[3, 2] and "died" in failed[5, 0]
+    assert all(sample["reward"] == sample["key"][1] % 2 for sample in samples if not sample["failure"])
+
+
+def in_a_process(reward_fn, samples: list, **options) -> list:
+    """Samples after a call of reward_fn in a process of its own."""
+    judges = Judges(reward_fn, Config(**options))
+
+    async def judge_all():
+        await asyncio.gather(*map(judges.judge, samples))
+    asyncio.run(judge_all())
+    return samples
+
+
+def test_what_a_process_of_its_own_may_change():
+    def reward_fn(sample):
+        sample.metrics["drawn"], sample.steps[3] = random.random() + np.random.rand() + float(torch.rand(())), 1
+        return [float(sample.state["told"]), 1]
+
+    def two():
+        return [replace(episode(3, []), key=(1, i), state={"told": i}) for i in (1, 2)]
+
+    first, second = in_a_process(reward_fn, two())
+    assert (first.rewards, second.rewards, first.steps) == ([1, 1], [2, 1], [0, 0, 0, 1])
+    again = in_a_process(reward_fn, two()[::-1])[::-1]        # in another order, in another process
+    assert [sample.metrics for sample in again] == [first.metrics, second.metrics] and first.metrics != second.metrics
+
+
+def test_async_rewards_wait_side_by_side():
+    inside = []
+
+    async def reward_fn(sample):
+        inside.append(sample)
+        while len(inside) < 20:         # for ever, if they came one by one
+            await asyncio.sleep(0.01)
+        return 1.0
+
+    samples = in_a_process(reward_fn, [replace(episode(2, []), key=(0, i)) for i in range(20)], reward_timeout=20)
+    assert [sample.rewards for sample in samples] == [[1.0]] * 20
+
+
+def test_a_reward_that_always_hangs_is_not_called_for_ever():
+    samples = in_a_process(lambda sample: time.sleep(60), [replace(episode(2, []), key=(0, i)) for i in range(40)],
+                     reward_timeout=0.1)
+    said = [sample.failure for sample in samples]
+    assert all("took more than 0.1 s" in failure for failure in said)
+    assert sum("5 times in a row, so it was not called here" in failure for failure in said) == 35
+
+
+def test_what_cannot_be_sent_to_a_process_ends_in_one_line():
+    with pytest.raises(UserError, match="take --reward_workers 0"):
+        in_a_process(lambda sample: 1.0, [replace(episode(2, []), state={"lock": threading.Lock()})])
+    sample = replace(episode(2, []), state={"lock": threading.Lock()})
+    assert in_a_process(lambda sample: 1.0, [sample], reward_workers=0) and sample.rewards == [1.0]
+
+
+@pytest.mark.parametrize("metrics", [{"a": "high"}, {"a": math.nan}, {"a": None}])
+def test_metrics_that_are_no_numbers_are_a_failure(metrics):
+    def reward_fn(sample):
+        sample.metrics |= metrics
+        return 1.0
+
+    (sample,) = in_a_process(reward_fn, [episode(2, [])])
+    assert "sample.metrics takes finite numbers" in sample.failure and sample.rewards == [0]
+
+
+def test_steps_that_are_not_one_a_token_are_a_failure():
+    def reward_fn(sample):
+        sample.steps = [0]
+        return 1.0
+
+    (sample,) = in_a_process(reward_fn, [episode(2, [])])
+    assert "made 1 of sample.steps for 3 tokens" in sample.failure
+
+
+def test_no_process_of_a_reward_outlives_the_trainer(tmp_path):
+    script = tmp_path / "sleeps.py"
+    script.write_text("import sys, time; sys.path.insert(0, '.'); import train\n"
+                      "if __name__ == '__main__': train.main(reward_fn=lambda sample: sum(range(10 ** 15)))\n")
+    log = (tmp_path / "log").open("w+")
+    process = subprocess.Popen([sys.executable, script, *map(str, SMALL), "--output_dir", str(tmp_path / "run")],
+                               cwd=HERE, env=ENVIRONMENT, stdout=log, stderr=log)
+    trainer = psutil.Process(process.pid)
+    wait_for(lambda: len(trainer.children(recursive=True)) == 2, process)      # the nursery, and a worker that is busy
+    family = trainer.children(recursive=True)
+    process.kill()
+    process.wait()
+    gone, alive = psutil.wait_procs(family, timeout=10)
+    assert len(gone) == 2 and not alive
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(mesh, tmp_path):
@@ -1646,7 +1810,7 @@ def test_buckets_keep_the_order_and_the_limit():
 
 def test_who_is_silent_too_long_is_dead_but_a_queue_is_not():
     async def wait(*seconds):
-        patience = Patience(1.0)
+        patience = Patience(1.0, "--engine_timeout")
         calls = [patience.wait("it", asyncio.sleep(s, result=s)) for s in seconds]
         return await asyncio.gather(*calls, return_exceptions=True)
 
@@ -1657,7 +1821,7 @@ def test_who_is_silent_too_long_is_dead_but_a_queue_is_not():
 
 def test_who_is_given_up_is_waited_for_no_longer():
     async def wait():
-        patience = Patience(60)
+        patience = Patience(60, "--engine_timeout")
         asyncio.get_running_loop().call_later(0.1, patience.give_up, "it")
         return await asyncio.gather(patience.wait("it", asyncio.sleep(30)),
                                     patience.wait("other", asyncio.sleep(0.3, 5)), return_exceptions=True)
@@ -1672,6 +1836,26 @@ def test_the_gate_believes_the_engine_when_it_says_that_it_is_stale():
     made = [Sample([], {}, [1, 2, 3], [0, 1, 1], [0, -1, -1], [0, version, 3]) for version in (3, 2)]
     assert gate.version_cause(made[:1]) is None
     assert "after push 3 the engine says it has those of push 2" in gate.version_cause(made)
+
+
+ANSWER = {"meta_info": {"output_token_logprobs": [[-0.5, 7, None], [None, 8, None]], "completion_tokens": 2,
+                        "finish_reason": {"type": "length"},
+                        "weight_versions": [{"version": "4", "start": 1, "end": 2}]}}
+
+
+def test_an_answer_of_sglang_by_hand():
+    ids, logprobs, versions, truncated = unpack(ANSWER, 3)
+    assert (ids, versions, truncated) == ([7, 8], [3, 4], True) and logprobs[0] == -0.5 and math.isnan(logprobs[1])
+
+
+@pytest.mark.parametrize("change", [
+    {"output_token_logprobs": [[-0.5, 7, None]]}, {"output_token_logprobs": None}, {"output_token_logprobs": [7, 8]},
+    {"output_token_logprobs": [["a", 7], [-1, 8]]}, {"finish_reason": None}, {"finish_reason": {}},
+    {"weight_versions": 3}, {"completion_tokens": None}, None])
+def test_a_malformed_answer_of_sglang_is_a_lost_connection(change):
+    answer = {} if change is None else {"meta_info": ANSWER["meta_info"] | change}
+    with pytest.raises(ConnectionError, match="SGLang's answer is malformed"):
+        unpack(answer, 3)
 
 
 def test_versions_of_sglang():
@@ -1737,11 +1921,30 @@ def test_the_death_of_a_colocated_sglang_ends_the_run(tmp_path):
     assert training.wait(timeout=60) != 0
     print(f"ended {time.monotonic() - start:.1f} s after the death of its engine")
     log.seek(0)
-    assert len(re.findall("train.py: SGLang died", log.read())) == 1
+    text = log.read()
+    assert len(re.findall("train.py: SGLang died", text)) == 1
+    assert "SGLang died" in text.partition("Root Cause")[2]         # torchrun's last words
     saved = checkpoints(tmp_path / "run")[-1] / "model"
     assert AutoModelForCausalLM.from_pretrained(saved) and AutoTokenizer.from_pretrained(saved)
     time.sleep(3)
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+
+
+@sglang
+def test_sglang_outlives_the_signal_that_ends_a_run(tmp_path):
+    log = (tmp_path / "log").open("w+")
+    training = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train.py",
+         *map(str, SMALL), "--engine", "sglang", "--steps", "400", "--output_dir", str(tmp_path / "run")], cwd=HERE,
+        env=ENVIRONMENT | SGLANG, stdout=log, stderr=log)
+    wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and (tmp_path / "run/metrics.jsonl").read_text(),
+             training)
+    training.terminate()        # torchrun passes it on to the ranks, and to all that they have started
+    training.wait(timeout=60)
+    log.seek(0)
+    text = log.read()
+    assert "SIGTERM: ended after step" in text and "SGLang died" not in text, text[-3000:]
+    assert len(checkpoints(tmp_path / "run")) == 1
 
 
 def wait_for(condition, process, seconds: int = 300):

@@ -48,11 +48,12 @@ from tools.checks import check_config
 from tools.gate import Gate, Probe
 from tools.inputs import (JSON, UserError, check_prompts, find_model, find_tokenizer, flag, load_rows,
                           parse_flags, prompt_order)
+from tools.judges import Judges
 from tools.kernels import HeadLogprobs, packed_attention
 from tools.packing import by_sample, hand_back, laid_out, lay_out, pack, per_sample
 from tools.ranks import Stop, Stopped, gather, init_distributed, reduce
 from tools.runlog import RunLog, one_line_errors
-from tools.scoring import ask, best_of, check_failures, check_logprobs, check_skipped, judge
+from tools.scoring import ask, best_of, check_failures, check_logprobs, check_skipped
 from tools.sglang_links import Colocated, Servers, run
 from tools.speed import Stopwatch, speed, update_metrics
 from tools.weights import export, move, whole_weights
@@ -165,8 +166,9 @@ class Config:
     save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
     keep_checkpoints: int = flag(2, "the newest that stay")
     resume: str = flag("", "checkpoint or run to go on from, with its flags; auto: the one in --output_dir, if any")
-    reward_timeout: float = flag(60.0, "seconds that reward_fn may take for a sample")
-    max_reward_failures: float = flag(0.1, "share of a step's samples on which reward_fn may fail before the run ends")
+    reward_workers: int = flag(int(sys.platform == "linux"), "processes a rank that call reward_fn; 0: its own")
+    reward_timeout: float = flag(60.0, "seconds for reward_fn, a sample, and for env_step, a turn")
+    max_reward_failures: float = flag(0.1, "share of a step's samples on which they may fail before the run ends")
     max_skipped_steps: int = flag(5, "steps in a row whose gradient may be not finite before the run ends")
     wandb: Literal["auto", "online", "offline", "off"] = flag("auto", "auto: online when logged in")
 
@@ -292,7 +294,7 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int,
         sample.failure = sample.failure or check_logprobs(logprobs)
         sample.turns.append(tokenizer.decode(ids, skip_special_tokens=True))
         sample.text += sample.turns[-1]
-        reply = None if sample.truncated else await ask(env_step, sample)
+        reply = await env_step(sample) if env_step and not sample.truncated else None
         if reply is None or turn == max_turns - 1:
             break
         sample.append(tokenizer.encode(reply, add_special_tokens=False), mask=0, step=turn)
@@ -637,18 +639,9 @@ class SGLangEngine:
 
         SGLang heeds the seed in its deterministic mode only: --sglang_args '{"enable_deterministic_inference": true}'.
         """
-        answer = await self.link.generate(input_ids=ids, return_logprob=True, sampling_params=self.sampling | dict(
-            temperature=temperature, sampling_seed=seed, max_new_tokens=limit or self.config.max_new_tokens))
-        meta, reason = answer["meta_info"], answer["meta_info"]["finish_reason"]
-        if reason["type"] == "abort":
-            raise UserError(f"SGLang aborted a request: {reason.get('message')}")
-        logprobs, new_ids, *_ = map(list, zip(*meta["output_token_logprobs"]))
-        logprobs = [math.nan if logprob is None else logprob for logprob in logprobs]
-        versions = [self.version] * len(new_ids)
-        for span in meta.get("weight_versions", []):    # servers: a push may come in the middle of a completion
-            if span["version"].isdigit():
-                versions[span["start"]:span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
-        return new_ids, logprobs, versions, reason["type"] == "length"
+        return await self.link.generate(self.version, input_ids=ids, return_logprob=True, sampling_params=self.sampling
+                                        | dict(temperature=temperature, sampling_seed=seed,
+                                               max_new_tokens=limit or self.config.max_new_tokens))
 
     def push(self, weights: Iterable[list[tuple[str, torch.Tensor]]]):
         """Wakes SGLang up with new weights, whole ones bucket by bucket; all ranks call it together."""
@@ -664,14 +657,15 @@ class Trainer:
     """Act, compare, learn, publish. A recipe may subclass it."""
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
-        self.config, self.reward_fn, self.env_step = config, reward_fn, env_step
+        self.config, self.env_step = config, partial(ask, env_step, seconds=config.reward_timeout)
         self.timed, self.stop = Stopwatch(), Stop()
-        self.mesh = init_distributed(config)
-        set_seed(config.seed + dist.get_rank())         # for a reward_fn that draws; training itself draws nothing
-        path, context = find_model(config.model, self.mesh["tp"].size())
-        self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
         self.data = dataset_class(config.eval_data if config.eval_only else config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
+        self.judges = Judges(reward_fn, config)         # before there are threads, which a fork would lose
+        self.mesh = init_distributed(config)
+        set_seed(config.seed + dist.get_rank())         # for an env_step that draws; training itself draws nothing
+        path, context = find_model(config.model, self.mesh["tp"].size())
+        self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
         check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
         self.checkpoint, self.state = find_run(config)
         self.draws = self.state["draws"]
@@ -825,8 +819,8 @@ class Trainer:
             return self.engine.generate(ids, temperature, hash((self.config.seed, *sample.key, turn)))
 
         await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns, self.room)
-        with self.timed("reward"):      # a sum over samples, within time_rollout; waits of async rewards overlap
-            await judge(sample, self.reward_fn, self.config.reward_timeout)
+        seconds = await self.judges.judge(sample)
+        self.timed["time_reward"] += seconds        # a sum over samples, while others are still sampled
         return sample
 
     @torch.no_grad()

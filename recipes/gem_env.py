@@ -14,7 +14,7 @@ import asyncio
 from dataclasses import dataclass
 
 from recipes.turns import user_turn
-from tools.inputs import UserError
+from tools.inputs import UserError, flag
 from train import Config, Sample, main
 
 SEEDS = 1024            # rows of a dataset
@@ -23,6 +23,7 @@ SEEDS = 1024            # rows of a dataset
 @dataclass
 class GemConfig(Config):
     """What train.py has, with GEM's algorithm by default."""
+    reward_workers: int = flag(0, "none: an environment lives in the trainer's own process")
 
     def __post_init__(self):
         self.algo = "rebn" if self.algo == "grpo" else self.algo

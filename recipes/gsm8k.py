@@ -73,13 +73,12 @@ class GSM8K(Trainer):
         sample.metrics |= {"solved": float(reward == 1), "unreadable": float(reward == -1)}
         return reward
 
-    def evaluate(self) -> dict[str, float]:
-        """The share of right answers, instead of the mean reward."""
-        reward, self.reward_fn = self.reward_fn, lambda sample: float(self.reward(sample) == 1)
-        try:
-            return super().evaluate()
-        finally:
-            self.reward_fn = reward
+    def act(self, dataset, *arguments) -> list[Sample]:
+        """Of an evaluation's samples the reward is whether they are right."""
+        samples = super().act(dataset, *arguments)
+        for sample in samples if dataset is self.eval_data else ():
+            sample.rewards = [sample.metrics.get("solved", 0.0)]
+        return samples
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What may not be in a configuration: numbers out of their range, and flags that would do nothing beside others."""
 import math
+import re
 from importlib.util import find_spec
+from urllib.parse import urlsplit
 
 from tools.inputs import UserError
 
@@ -9,8 +11,9 @@ POSITIVE = ("prompts_per_step", "group_size", "max_new_tokens", "max_turns", "te
             "eval_samples", "keep_checkpoints", "reward_timeout",
             "max_skipped_steps")
 NOT_NEGATIVE = ("gamma", "clip_low", "clip_high", "dual_clip", "kl_coef", "entropy_coef", "tis_cap", "dynamic_sampling",
-                "overlong_buffer", "eval_temperature", "warmup_steps", "eval_every", "save_every",
+                "overlong_buffer", "eval_temperature", "warmup_steps", "eval_every", "save_every", "reward_workers",
                 "max_reward_failures")
+SECRET = re.compile("api_key|password|secret|auth_token|access_token")
 
 
 def check_config(config, given: set[str]):
@@ -40,6 +43,7 @@ def check_config(config, given: set[str]):
     if config.engine != "local" and not find_spec("sglang"):
         raise UserError(f"--engine {config.engine}: sglang is not installed; requirements.txt has it")
     refuse_idle(config, given)
+    refuse_secrets(config)
 
 
 def compares_groups(config) -> bool:
@@ -59,3 +63,15 @@ def refuse_idle(config, given: set[str]):
         for name in names.split():
             if idle and name in given and getattr(config, name):
                 raise UserError(f"--{name} {getattr(config, name)} would do nothing: {why}")
+
+
+def refuse_secrets(config):
+    """Raises UserError for a secret in a flag: flags are written to config.json, to checkpoints and to wandb."""
+    for name, value in vars(config).items():
+        for url in value.split(",") if isinstance(value, str) and "://" in value else ():
+            if urlsplit(url).username or urlsplit(url).password:
+                raise UserError(f"--{name} has a user or a password in it, and flags are written down: let a proxy "
+                                "on this machine add them")
+    for name in config.sglang_args:
+        if SECRET.search(name):
+            raise UserError(f"--sglang_args has {name}, and flags are written down; nothing here needs it")

@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
@@ -36,8 +36,16 @@ def say(text: str):
 
 
 def end(message: str, code: int):
-    """Ends this process at once, with one line: a clean end would wait for ranks that wait for this one."""
+    """Ends this process at once, with one line: a clean end would wait for ranks that wait for this one.
+
+    torchrun gets the line as well. It shows at the very end what the rank said that ended first.
+    """
     print(f"train.py: {message}", file=sys.stderr, flush=True)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:
+        said = dict(message=message, extraInfo=dict(timestamp=int(time.time())))
+        with suppress(OSError):
+            Path(report).write_text(json.dumps({"message": said}))
     os._exit(code)
 
 
@@ -51,8 +59,8 @@ def one_line_errors():
         if not message:
             raise
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
-            time.sleep(2)       # torchrun ends us once rank 0 has said the same: one line, not one a rank
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0 or code == 1:
+            time.sleep(2)       # torchrun ends us once rank 0, or who broke the connection, has spoken: one line
         end(message, code)
 
 

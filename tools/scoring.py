@@ -3,51 +3,59 @@ import asyncio
 import inspect
 import math
 import numbers
-import signal
-import threading
-from contextlib import contextmanager
+import time
 from itertools import compress
 from operator import mul
 from statistics import fmean
 
 from tools.inputs import UserError
+from tools.waits import deadline
 
 
-async def ask(env_step, sample) -> str | None:
-    """What env_step, if there is one, answers a turn. Raises UserError where that is neither a text nor None."""
+async def ask(env_step, sample, seconds: float) -> str | None:
+    """What env_step, if there is one, answers a turn; None ends the episode.
+
+    Where it fails, or takes longer than that, sample.failure says why, and the episode ends.
+    """
     try:
-        reply = await env_step(sample) if env_step else None
+        reply = await asyncio.wait_for(env_step(sample), seconds) if env_step else None
     except Exception as error:
-        raise UserError(f"env_step raised {type(error).__name__}: {error}; the row was {sample.row}") from error
+        sample.failure = f"env_step {what_happened(error, seconds)}; the row was {sample.row}"
+        return None
     if not isinstance(reply, str | None):
-        raise UserError(f"env_step must return a text or None, not {reply!r}; the row was {sample.row}")
+        sample.failure = f"env_step must return a text or None, not {reply!r}; the row was {sample.row}"
+        return None
     return reply
 
 
-@contextmanager
-def deadline(seconds: float):
-    """Raises TimeoutError in a block that takes longer, in Python or in a wait; a thread of its own has no deadline."""
-    def late(*_):
-        raise TimeoutError(f"it took more than {seconds:g} s (--reward_timeout)")
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    older = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, older)
+def too_late():
+    """Raises TimeoutError; what_happened says the rest."""
+    raise TimeoutError
 
 
-async def judge(sample, reward_fn, seconds: float):
-    """Sets sample.rewards. Where reward_fn fails, or takes longer than that, they are 0 and sample.failure says why."""
+def what_happened(error: Exception, seconds: float) -> str:
+    """The end of a sentence on a function of the user's."""
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"took more than {seconds:g} s (--reward_timeout)"
+    return f"raised {type(error).__name__}: {error}"
+
+
+async def judge(sample, reward_fn, seconds: float) -> float:
+    """Sets sample.rewards. Returns the seconds that took.
+
+    Where reward_fn fails, or takes longer than `seconds`, the rewards are 0 and sample.failure says why.
+    """
+    start = time.perf_counter()
     try:
         sample.rewards = await score(sample, reward_fn, seconds)
     except UserError as error:
-        sample.failure, sample.rewards = str(error), [0.0] * count_steps(sample)
+        fail(sample, str(error))
+    return time.perf_counter() - start
+
+
+def fail(sample, why: str):
+    """Marks a sample as one that has no rewards, for the first reason that came up."""
+    sample.failure, sample.rewards = sample.failure or why, [0.0] * count_steps(sample)
 
 
 def check_logprobs(logprobs: list[float]) -> str:
@@ -78,18 +86,29 @@ def count_steps(sample) -> int:
 async def score(sample, reward_fn, seconds: float = 60.0) -> list[float]:
     """The rewards, one a step; a single number is the last step's. Raises UserError for anything else."""
     try:
-        with deadline(seconds):
+        with deadline(seconds, too_late):
             found = reward_fn(sample)
         if inspect.isawaitable(found):
             found = await asyncio.wait_for(found, seconds)
     except Exception as error:
-        raise UserError(f"reward_fn raised {type(error).__name__}: {error}; the row was {sample.row}") from error
+        raise UserError(f"reward_fn {what_happened(error, seconds)}; the row was {sample.row}") from error
+    if len(sample.steps) != len(sample.ids):
+        raise UserError(f"reward_fn made {len(sample.steps)} of sample.steps for {len(sample.ids)} tokens")
     steps = count_steps(sample)
     rewards = found if isinstance(found, list) else [0.0] * (steps - 1) + [found]
-    if len(rewards) != steps or not all(isinstance(r, numbers.Real) and math.isfinite(r) for r in rewards):
+    if len(rewards) != steps or not all(map(is_finite, rewards)):
         wanted = f"{steps} finite numbers, one a step" if isinstance(found, list) else "one finite number"
         raise UserError(f"reward_fn must return {wanted}, not {found!r}; the row was {sample.row}")
+    for name, value in sample.metrics.items():
+        if not is_finite(value):
+            raise UserError(f"sample.metrics takes finite numbers, not {value!r} as {name!r}; the row was {sample.row}")
+    sample.metrics = {name: float(value) for name, value in sample.metrics.items()}
     return [float(reward) for reward in rewards]
+
+
+def is_finite(value) -> bool:
+    """Whether it is a number, of whichever library, and neither infinite nor NaN."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def best_of(groups: list[list[float]]) -> dict[str, float]:

@@ -5,6 +5,7 @@ which requests run, and: generate (one request), sleep (before an update), begin
 """
 import asyncio
 import json
+import math
 import os
 import resource
 import signal
@@ -12,7 +13,10 @@ import socket
 import time
 import uuid
 from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from multiprocessing import resource_tracker
 from urllib.parse import urlsplit
 
 import torch
@@ -21,6 +25,7 @@ from packaging.version import Version
 
 from tools.inputs import UserError
 from tools.runlog import end, say
+from tools.waits import Patience, deadline
 
 
 FRAME = ("begin_weight_update", "end_weight_update")
@@ -42,35 +47,36 @@ def run(loop: asyncio.AbstractEventLoop, work):
     return loop.run_until_complete(work)
 
 
-class Patience:
-    """Waits for answers; who stays silent for `seconds` while somebody waits, none of his answers coming, is dead.
+def unpack(answer: dict, version: int) -> tuple[list[int], list[float], list[int], bool]:
+    """SGLang's answer as `rollout` wants it: ids [T], log-probs [T], versions [T], whether a limit cut it off.
 
-    So a long queue is no reason to give up, and one request may take longer than that as long as others return.
+    Versions are `version` where the answer does not say otherwise. A log-prob that is missing is NaN. Raises UserError
+    where SGLang aborted the request, ConnectionError where the answer is not one.
     """
+    if is_aborted(answer):
+        raise UserError(f"SGLang aborted a request: {answer['meta_info']['finish_reason'].get('message')}")
+    try:
+        meta = answer["meta_info"]
+        tokens = meta["output_token_logprobs"]
+        if len(tokens) != meta["completion_tokens"]:
+            raise ValueError(f"log-probs of {len(tokens)} tokens for {meta['completion_tokens']} tokens")
+        ids = [int(token[1]) for token in tokens]
+        logprobs = [math.nan if token[0] is None else float(token[0]) for token in tokens]
+        versions = [version] * len(ids)
+        for span in meta.get("weight_versions", []):    # servers: a push may come in the middle of a completion
+            if span["version"].isdigit():
+                versions[span["start"]:span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
+        return ids, logprobs, versions, meta["finish_reason"]["type"] == "length"
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise ConnectionError(f"SGLang's answer is malformed: {error!r}; it was {str(answer)[:200]}") from error
 
-    def __init__(self, seconds: float):
-        self.seconds, self.heard, self.tasks = seconds, Counter(), {}   # by name: the last answer's time, what is open
 
-    async def wait(self, name: str, call):
-        """The result of an awaitable that `name` has to answer. Raises TimeoutError if it is silent too long."""
-        task, start = asyncio.ensure_future(call), time.monotonic()
-        self.tasks.setdefault(name, set()).add(task)
-        task.add_done_callback(self.tasks[name].discard)
-        while not task.done():
-            left = max(start, self.heard[name]) + self.seconds - time.monotonic()
-            await asyncio.wait({task}, timeout=max(left, 0))        # at least once: we may be the one who slept
-            if left <= 0 and not task.done():
-                task.cancel()
-                raise TimeoutError(f"{name} was silent for {self.seconds:g} s (--engine_timeout)")
-        if task.cancelled():
-            raise ConnectionError(f"{name} was given up")
-        self.heard[name] = time.monotonic()
-        return task.result()
-
-    def give_up(self, name: str):
-        """Ends every wait for `name`, with a ConnectionError. To be called on the loop."""
-        for task in list(self.tasks.get(name, ())):
-            task.cancel()
+def is_aborted(answer: dict) -> bool:
+    """Whether SGLang gave a request up."""
+    try:
+        return answer["meta_info"]["finish_reason"]["type"] == "abort"
+    except (KeyError, TypeError):
+        return False
 
 
 def leave_torchrun():
@@ -78,30 +84,45 @@ def leave_torchrun():
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
 
 
+@contextmanager
+def deaf_children():
+    """Processes started in here never hear of SIGTERM and SIGINT; we do, afterwards.
+
+    torchrun, or a terminal, sends those to SGLang's processes as well, while a run that is to end still needs them.
+    """
+    resource_tracker.ensure_running()       # Python's own helper, whose start would undo the next line
+    older = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})   # children inherit the mask
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, older)
+
+
 class Colocated:
     """SGLang in processes of its own on the GPUs of a tensor-parallel group, whose first rank speaks to it."""
 
     def __init__(self, path: str, tp, config):
         leave_torchrun()
-        self.engine, self.tp, self.patience = None, tp, Patience(config.engine_timeout)
+        self.engine, self.tp, self.patience = None, tp, Patience(config.engine_timeout, "--engine_timeout")
         self.loop, self.recent, self.buffer = asyncio.new_event_loop(), False, torch.empty(0)
         if tp.get_local_rank() == 0:
             import sglang
             gpu = dict(base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=True)
             cpu = dict(attention_backend="torch_native", sampling_backend="pytorch", grammar_backend="none",
                        disable_cuda_graph=True, max_total_tokens=32768)     # what runs without CUDA's kernels
-            self.engine = sglang.Engine(
-                model_path=path, dtype=config.dtype, device=config.device, tp_size=tp.size(), log_level="error",
-                skip_tokenizer_init=True, **(gpu if config.device == "cuda" else cpu) | config.sglang_args)
+            with deaf_children(), self.deadline("its start"):
+                self.engine = sglang.Engine(
+                    model_path=path, dtype=config.dtype, device=config.device, tp_size=tp.size(), log_level="error",
+                    skip_tokenizer_init=True, **(gpu if config.device == "cuda" else cpu) | config.sglang_args)
             self.loop, self.recent = self.engine.loop, recent(sglang.__version__)
             self.flush()        # its first call sets signal handlers, that wait, or kill us without a word: now ours
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGQUIT, lambda *_: end("SGLang died: one of its processes crashed, or was killed; "
                                                          "what it said of that stands above", code=1))
 
-    async def generate(self, **payload) -> dict:
-        """SGLang's answer to one request."""
-        return await self.patience.wait("SGLang", self.engine.async_generate(**payload))
+    async def generate(self, version: int, **payload) -> tuple[list[int], list[float], list[int], bool]:
+        """What one request gives, unpacked."""
+        return unpack(await self.patience.wait("SGLang", self.engine.async_generate(**payload)), version)
 
     def sleep(self):
         """Gives weights, cache and graphs of this group's GPUs back to the trainer."""
@@ -148,8 +169,9 @@ class Colocated:
     def flush(self):
         """Empties the cache. SGLang refuses while it is busy, which it may be for a moment after its last answer."""
         for _ in range(600):
-            if self.engine is None or self.engine.flush_cache().success:
-                return
+            with self.deadline("flush_cache"):
+                if self.engine is None or self.engine.flush_cache().success:
+                    return
             time.sleep(0.05)
         raise RuntimeError("sglang: flush_cache failed: still busy 30 s after its last answer")
 
@@ -157,11 +179,17 @@ class Colocated:
         """Ends SGLang's processes."""
         self.ask("shutdown")
 
+    def deadline(self, what: str):
+        """Ends this rank, and so the run, when something of SGLang's takes too long."""
+        seconds = self.patience.seconds
+        return deadline(seconds, partial(end, f"SGLang: {what} took over {seconds:g} s (--engine_timeout)", code=1))
+
     def ask(self, method: str, *args, **options):
         """Calls SGLang from the rank that may. It returns its failures: this raises RuntimeError for them."""
         if self.engine is None or method in FRAME and not self.recent:
             return
-        answer = getattr(self.engine, method)(*args, **options)
+        with self.deadline(method):
+            answer = getattr(self.engine, method)(*args, **options)
         success, message = answer if isinstance(answer, tuple) else (getattr(answer, "success", True), answer)
         if not success:
             raise RuntimeError(f"sglang: {method} failed: {message}")
@@ -178,7 +206,8 @@ class Servers:
 
     def __init__(self, config):
         leave_torchrun()
-        self.loop, self.session, self.patience = asyncio.new_event_loop(), None, Patience(config.engine_timeout)
+        self.loop, self.session = asyncio.new_event_loop(), None
+        self.patience = Patience(config.engine_timeout, "--engine_timeout")
         urls = [url.strip().rstrip("/") for url in config.engine.split(",")]
         first = dist.get_rank() % len(urls)     # each rank prefers another one
         self.open, self.lost, self.told = dict.fromkeys(urls[first:] + urls[:first], 0), {}, set()
@@ -191,21 +220,22 @@ class Servers:
             except OSError as error:
                 raise UserError(f"--engine {server} cannot be used: {error}") from error
 
-    async def generate(self, **payload) -> dict:
-        """SGLang's answer to one request, from whichever server is left. Raises UserError when none is."""
+    async def generate(self, version: int, **payload) -> tuple[list[int], list[float], list[int], bool]:
+        """What one request gives, unpacked, from whichever server is left. Raises UserError when none is."""
         failures, aborts = Counter(), 0
         while self.open:
             server = min(self.open, key=self.open.get)
             self.open[server] += 1
             try:
                 answer = await self.post(server, "generate", **payload)
-                if answer["meta_info"]["finish_reason"]["type"] == "abort" and aborts < 100:
+                if is_aborted(answer) and aborts < 100:
                     aborts += 1
                     await asyncio.sleep(1)      # `pause` does that to an older sglang; more often, it is the request
                     continue
-                if not answer["meta_info"]["weight_version"].isdigit():
+                unpacked = unpack(answer, version)
+                if not str(answer["meta_info"].get("weight_version")).isdigit():
                     raise TimeoutError(f"{server} has weights that this run did not push; was it started again?")
-                return answer
+                return unpacked
             except ConnectionError as error:
                 failures[server] += 1
                 if failures[server] == 3:
@@ -273,7 +303,10 @@ class Servers:
             raise ConnectionError(f"{server} failed: {type(error).__name__} {error}") from error
         if status >= 500:
             raise ConnectionError(f"{server} failed: {path} gave HTTP {status}")
-        answer = json.loads(text) if text.startswith("{") else {}
+        try:
+            answer = json.loads(text) if text.startswith("{") else {}
+        except ValueError as error:
+            raise ConnectionError(f"{server} failed: {path} gave broken JSON, {text[:200]!r}") from error
         if status >= 400 or answer.get("success") is False:
             raise UserError(f"{server} refused {path}: {text[:300]}")
         return answer

@@ -1,0 +1,228 @@
+"""Calls reward_fn in processes of their own: one that hangs, crashes or takes all memory leaves the trainer alone.
+
+Nothing within a process can end a C function that does not return, nor survive a crash. So each rank forks a nursery
+while it is small, before it has threads, connections or a GPU. The nursery forks the workers, and new ones for those
+that die. So reward_fn can be whatever Python can call; only samples are sent. A worker gets many samples at once, and
+judges them one by one, or side by side where reward_fn is async. When it dies, or says nothing for --reward_timeout and
+a little, each sample that was open there is judged again, in a process of its own, to find out whose fault it was.
+"""
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import random
+import signal
+import socket
+import struct
+import sys
+import traceback
+from functools import partial
+from itertools import count
+
+import numpy as np
+import torch
+
+from tools.inputs import UserError
+from tools.sandbox import DEATH_SIGNAL, libc
+from tools.scoring import fail, judge
+from tools.waits import Patience
+
+HEADER = struct.Struct("QQ")        # before a sample: its length, its number
+SLACK = 5.0             # seconds for a worker to say that reward_fn took too long, before it is killed
+IN_A_ROW = 5            # so many samples one after another that hang or kill, and what else is open is not tried
+
+
+class Worker(asyncio.Protocol):
+    """The trainer's end of a process that judges."""
+
+    def __init__(self, pid: int):
+        self.pid, self.numbers, self.open, self.unread = pid, count(), {}, b""
+
+    def connection_made(self, transport):
+        """asyncio calls this first."""
+        self.transport = transport
+
+    def data_received(self, data: bytes):
+        """Verdicts come as lines, maybe in pieces."""
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        for number, seconds, verdict in map(json.loads, lines):
+            future = self.open.pop(number)
+            if not future.done():
+                future.set_result((seconds, verdict))
+
+    def connection_lost(self, error):
+        """The process is dead."""
+        for future in self.open.values():
+            if not future.done():
+                future.set_exception(ConnectionError("the process that called reward_fn died"))
+        self.open.clear()
+
+    async def ask(self, sample) -> tuple[float, dict]:
+        """The seconds it took, and what is to be set in the sample. Raises ConnectionError where the process dies."""
+        try:
+            request = pickle.dumps(sample)
+        except Exception as error:
+            raise UserError(f"a sample cannot be sent to reward_fn's process ({error}); keep it out of sample.state, "
+                            "or take --reward_workers 0") from error
+        number = next(self.numbers)
+        self.open[number] = asyncio.get_running_loop().create_future()
+        self.transport.write(HEADER.pack(len(request), number) + request)
+        return await self.open[number]
+
+    def kill(self):
+        """Ends the process, and with it what is open there."""
+        if not self.transport.is_closing():
+            os.kill(self.pid, signal.SIGKILL)
+            self.transport.abort()
+
+
+class Judges:
+    """The trainer's end of all workers of this rank; with --reward_workers 0 it calls reward_fn itself."""
+
+    def __init__(self, reward_fn, config):
+        self.judge_here = partial(judge, reward_fn=reward_fn, seconds=config.reward_timeout)
+        self.blocks = not inspect.iscoroutinefunction(reward_fn)
+        self.count, self.limit, self.workers = config.reward_workers, config.reward_timeout, []
+        self.patience = Patience(self.limit + SLACK, "--reward_timeout")
+        self.starting, self.alone = asyncio.Lock(), asyncio.Lock()
+        self.asked = self.in_a_row = 0      # samples that are open; that hung or killed, one after another
+        if self.count:
+            self.nursery, theirs = socket.socketpair()
+            sys.stdout.flush()
+            if os.fork() == 0:
+                self.nursery.close()
+                nurse(theirs, self.judge_here, config.seed)
+            theirs.close()
+
+    async def judge(self, sample) -> float:
+        """Sets sample.rewards, and what reward_fn changes of sample.metrics and sample.steps. Returns its seconds.
+
+        Where it fails, dies, or takes longer than --reward_timeout, sample.failure says why, and the rewards are 0.
+        """
+        if not self.count:
+            return await self.judge_here(sample)
+        try:
+            seconds, verdict = await self.verdict(sample)
+            vars(sample).update(verdict)
+            return seconds
+        except (ConnectionError, TimeoutError) as error:
+            fail(sample, f"reward_fn: {error}; the row was {sample.row}")
+            return 0.0
+
+    async def verdict(self, sample) -> tuple[float, dict]:
+        """From a worker that has others, too; where that one dies, from one that has no other."""
+        self.asked += 1
+        try:
+            return await self.ask(await self.free_worker(), sample)
+        except (ConnectionError, TimeoutError):
+            async with self.alone:
+                worker = await self.start()
+                try:
+                    return await self.ask(worker, sample, alone=True)
+                finally:
+                    worker.kill()
+        finally:
+            self.asked -= 1
+            if not self.asked:
+                self.in_a_row = 0
+
+    async def ask(self, worker: Worker, sample, alone: bool = False) -> tuple[float, dict]:
+        """One sample to one worker, which is killed where it says nothing for too long."""
+        if self.in_a_row >= IN_A_ROW:
+            raise ConnectionError(f"{self.said}, {IN_A_ROW} times in a row, so it was not called here")
+        try:
+            seconds, verdict = await self.patience.wait(f"process {worker.pid}", worker.ask(sample))
+        except (ConnectionError, TimeoutError) as error:
+            worker.kill()
+            if alone:
+                self.in_a_row, self.said = self.in_a_row + 1, str(error)
+            raise
+        late = self.blocks and seconds > self.limit
+        self.in_a_row, self.said = self.in_a_row + 1 if late else 0, f"it took more than {self.limit:g} s"
+        if self.in_a_row == IN_A_ROW:
+            for busy in self.workers:       # or each sample that is open might hang as long
+                busy.kill()
+        return seconds, verdict
+
+    async def free_worker(self) -> Worker:
+        """The one that has the fewest samples open."""
+        async with self.starting:
+            self.workers = [worker for worker in self.workers if not worker.transport.is_closing()]
+            while len(self.workers) < self.count:
+                self.workers.append(await self.start())
+        return min(self.workers, key=lambda worker: len(worker.open))
+
+    async def start(self) -> Worker:
+        """A new one, from the nursery."""
+        mine, theirs = socket.socketpair()
+        socket.send_fds(self.nursery, [b"."], [theirs.fileno()])
+        theirs.close()
+        pid = int.from_bytes(self.nursery.recv(4), "big")
+        if not pid:
+            raise UserError("the process from which those for reward_fn are forked was killed")
+        _, worker = await asyncio.get_running_loop().create_unix_connection(lambda: Worker(pid), sock=mine)
+        return worker
+
+
+# ------------------------------------------------ in processes of their own ------------------------------------------
+def nurse(control: socket.socket, judge_here, seed: int):
+    """Forks a worker for each connection that it gets, until the trainer ends."""
+    os.setsid()         # signals from a terminal, or from torchrun, are the trainer's matter
+    libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")                              # where memory runs out, the kernel ends these processes first
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    while True:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)   # nobody waits for workers
+        message, connections, *_ = socket.recv_fds(control, 1, 1)
+        if not message:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            work(socket.socket(fileno=connections[0]), judge_here, seed)
+        os.close(connections[0])
+        control.sendall(pid.to_bytes(4, "big"))
+
+
+def work(connection: socket.socket, judge_here, seed: int):
+    """Judges what it is sent, until the trainer ends."""
+    libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # reward_fn may wait for processes of its own
+    sys.stdout.reconfigure(line_buffering=True)
+    try:
+        asyncio.run(serve(connection, judge_here, seed))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)         # never back into what the trainer was about to do
+
+
+async def serve(connection: socket.socket, judge_here, seed: int):
+    """Takes samples as they come; verdicts leave in the order in which they are found."""
+    reader, writer = await asyncio.open_unix_connection(sock=connection)
+
+    async def answer(number: int, sample):
+        before = list(sample.steps)
+        draw_anew(hash((seed, *sample.key)))
+        seconds = await judge_here(sample)
+        changed = [] if sample.steps == before else ["steps"]
+        verdict = {name: getattr(sample, name) for name in ("rewards", "metrics", "failure", *changed)}
+        writer.write(json.dumps([number, seconds, verdict]).encode() + b"\n")
+
+    open_ones = set()       # asyncio holds no task by itself
+    while True:
+        size, number = HEADER.unpack(await reader.readexactly(HEADER.size))
+        task = asyncio.ensure_future(answer(number, pickle.loads(await reader.readexactly(size))))
+        open_ones.add(task)
+        task.add_done_callback(open_ones.discard)
+
+
+def draw_anew(seed: int):
+    """What a reward_fn draws hangs on the run's seed and the sample alone."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed % 2**63)
