@@ -166,7 +166,7 @@ class Config:
     save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
     keep_checkpoints: int = flag(2, "the newest that stay")
     resume: str = flag("", "checkpoint or run to go on from, with its flags; auto: the one in --output_dir, if any")
-    reward_workers: int = flag(int(sys.platform == "linux"), "processes a rank that call reward_fn; 0: its own")
+    reward_workers: int = flag(int(sys.platform == "linux"), "processes a rank for reward_fn; 0: the rank itself")
     reward_timeout: float = flag(60.0, "seconds for reward_fn, a sample, and for env_step, a turn")
     max_reward_failures: float = flag(0.1, "share of a step's samples on which they may fail before the run ends")
     max_skipped_steps: int = flag(5, "steps in a row whose gradient may be not finite before the run ends")

@@ -5,6 +5,7 @@ while it is small, before it has threads, connections or a GPU. The nursery fork
 that die. So reward_fn can be whatever Python can call; only samples are sent. A worker gets many samples at once, and
 judges them one by one, or side by side where reward_fn is async. When it dies, or says nothing for --reward_timeout and
 a little, each sample that was open there is judged again, in a process of its own, to find out whose fault it was.
+Verdicts come back as JSON, so that a worker which a hostile text has taken over has no way into the trainer.
 """
 import asyncio
 import inspect
@@ -17,6 +18,7 @@ import socket
 import struct
 import sys
 import traceback
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 
@@ -91,8 +93,9 @@ class Judges:
             self.nursery, theirs = socket.socketpair()
             sys.stdout.flush()
             if os.fork() == 0:
-                self.nursery.close()
-                nurse(theirs, self.judge_here, config.seed)
+                with the_end():
+                    self.nursery.close()
+                    nurse(theirs, self.judge_here, config.seed)
             theirs.close()
 
     async def judge(self, sample) -> float:
@@ -166,6 +169,19 @@ class Judges:
 
 
 # ------------------------------------------------ in processes of their own ------------------------------------------
+@contextmanager
+def the_end():
+    """This process ends with the block, whatever happens: it is a copy of the trainer, and must not go on as one."""
+    try:
+        yield
+    except (asyncio.IncompleteReadError, ConnectionError):
+        pass                                            # the trainer has ended
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
+
+
 def nurse(control: socket.socket, judge_here, seed: int):
     """Forks a worker for each connection that it gets, until the trainer ends."""
     os.setsid()         # signals from a terminal, or from torchrun, are the trainer's matter
@@ -178,10 +194,12 @@ def nurse(control: socket.socket, judge_here, seed: int):
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)   # nobody waits for workers
         message, connections, *_ = socket.recv_fds(control, 1, 1)
         if not message:
-            os._exit(0)
+            return
         pid = os.fork()
         if pid == 0:
-            work(socket.socket(fileno=connections[0]), judge_here, seed)
+            with the_end():
+                control.close()
+                work(socket.socket(fileno=connections[0]), judge_here, seed)
         os.close(connections[0])
         control.sendall(pid.to_bytes(4, "big"))
 
@@ -190,15 +208,7 @@ def work(connection: socket.socket, judge_here, seed: int):
     """Judges what it is sent, until the trainer ends."""
     libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)       # reward_fn may wait for processes of its own
-    sys.stdout.reconfigure(line_buffering=True)
-    try:
-        asyncio.run(serve(connection, judge_here, seed))
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)         # never back into what the trainer was about to do
+    asyncio.run(serve(connection, judge_here, seed))
 
 
 async def serve(connection: socket.socket, judge_here, seed: int):
@@ -212,6 +222,7 @@ async def serve(connection: socket.socket, judge_here, seed: int):
         changed = [] if sample.steps == before else ["steps"]
         verdict = {name: getattr(sample, name) for name in ("rewards", "metrics", "failure", *changed)}
         writer.write(json.dumps([number, seconds, verdict]).encode() + b"\n")
+        sys.stdout.flush()      # what reward_fn printed, as a process that is killed does not
 
     open_ones = set()       # asyncio holds no task by itself
     while True:
