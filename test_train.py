@@ -62,7 +62,7 @@ from recipes.critic import Critic, critic_metrics, gae
 from recipes.gsm8k import GSM8KConfig
 from recipes.ppo import CRITICS, PPO, PPOConfig, token_advantages
 from recipes.turns import user_turn
-from tools import checks, grader, kernels, make_calculator, make_guesser, sandbox, scoring
+from tools import checks, grader, kernels, make_calculator, make_guesser, runlog, sandbox, scoring
 from tools import plan as planner
 from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
@@ -1639,6 +1639,24 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
                           env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and "could not be written: " in done.stderr.splitlines()[-1], done.stderr[-2000:]
     assert not (tmp_path / "run/partial").exists() and not checkpoints(tmp_path / "run")
+
+
+def test_a_run_logs_offline_where_wandb_cannot_be_reached(tmp_path, monkeypatch, capsys):
+    wandb = pytest.importorskip("wandb")
+    asked = []
+
+    def init(mode, **named):
+        asked.append(mode)
+        if mode == "online":
+            raise wandb.errors.CommError("connection refused\nand more")
+        return "a run"
+
+    monkeypatch.setattr(wandb, "init", init)
+    assert runlog.start_wandb({"wandb": "online", "output_dir": str(tmp_path)}, None) == "a run"
+    assert asked == ["online", "offline"] and "wandb: connection refused; it is written to" in capsys.readouterr().out
+    monkeypatch.setattr(wandb, "init", lambda **named: (_ for _ in ()).throw(wandb.errors.AuthenticationError("no")))
+    with pytest.raises(UserError, match="--wandb online: no"):
+        runlog.start_wandb({"wandb": "online", "output_dir": str(tmp_path)}, None)
 
 
 def test_a_log_that_cannot_be_written_ends_in_one_line(tmp_path, tokenizer):

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
@@ -18,7 +19,7 @@ from tqdm import tqdm
 
 from tools.curve import draw
 from tools.diagnose import Diagnosis
-from tools.inputs import UserError, lost_contact
+from tools.inputs import UserError, brief, lost_contact
 from tools.speed import hardware
 
 # In a step's line, in this order; the reward's own metrics follow.
@@ -27,6 +28,7 @@ SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", 
          "response_length": ".0f", "truncated": ".2f"}
 ENCODER = json.JSONEncoder(default=str, check_circular=False)      # made once: there are many samples
 LOGS = ("metrics.jsonl", "samples.jsonl")
+WANDB_SECONDS = 300     # for its last words, at the end of a run
 PHASES = ("rollout", "wait", "swap", "logprobs", "update", "push", "gate")      # of a step, as they follow
 
 
@@ -230,7 +232,7 @@ def marked(sample, tokenizer) -> str:
 
 
 def start_wandb(config: dict, older: str | None):
-    """A wandb run, which may go on with an older one; or None. It never asks.
+    """A wandb run, which may go on with an older one; or None. It never asks, and without a connection it is offline.
 
     "auto" is online for who is logged in, and off for everyone else.
     """
@@ -243,6 +245,12 @@ def start_wandb(config: dict, older: str | None):
     import wandb        # slow to import: only where it is used
     if mode == "auto" and not wandb.login(prompt=False):
         return None
-    mode = "online" if mode == "auto" else mode
-    return wandb.init(project="grpo", config=config, dir=config["output_dir"], mode=mode, id=older,
-                      resume="allow")
+    begin = partial(wandb.init, project="grpo", config=config, dir=config["output_dir"], id=older, resume="allow",
+                    settings=wandb.Settings(finish_timeout=WANDB_SECONDS))      # it would wait for ever at the end
+    try:
+        return begin(mode="online" if mode == "auto" else mode)
+    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+        raise UserError(f"--wandb {config['wandb']}: {brief(error)}") from error
+    except wandb.errors.CommError as error:
+        say(f"wandb: {brief(error)}; it is written to {config['output_dir']}/wandb, and `wandb sync` sends it later")
+        return begin(mode="offline")
