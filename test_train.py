@@ -1657,6 +1657,9 @@ def test_a_run_logs_offline_where_wandb_cannot_be_reached(tmp_path, monkeypatch,
     monkeypatch.setattr(wandb, "init", lambda **named: (_ for _ in ()).throw(wandb.errors.AuthenticationError("no")))
     with pytest.raises(UserError, match="--wandb online: no"):
         runlog.start_wandb({"wandb": "online", "output_dir": str(tmp_path)}, None)
+    monkeypatch.setattr(wandb, "init", init)            # "auto" fails in its login, and promised nothing
+    monkeypatch.setattr(wandb, "login", lambda **named: (_ for _ in ()).throw(wandb.errors.AuthenticationError("no")))
+    assert runlog.start_wandb({"wandb": "auto", "output_dir": str(tmp_path)}, None) == "a run"
 
 
 def test_a_log_that_cannot_be_written_ends_in_one_line(tmp_path, tokenizer):

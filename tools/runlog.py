@@ -243,14 +243,15 @@ def start_wandb(config: dict, older: str | None):
         return None
     os.environ.setdefault("WANDB_SILENT", "true")
     import wandb        # slow to import: only where it is used
-    if mode == "auto" and not wandb.login(prompt=False):
-        return None
     begin = partial(wandb.init, project="grpo", config=config, dir=config["output_dir"], id=older, resume="allow",
                     settings=wandb.Settings(finish_timeout=WANDB_SECONDS))      # it would wait for ever at the end
     try:
+        if mode == "auto" and not wandb.login(prompt=False):
+            return None
         return begin(mode="online" if mode == "auto" else mode)
-    except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
-        raise UserError(f"--wandb {config['wandb']}: {brief(error)}") from error
-    except wandb.errors.CommError as error:
+    except wandb.Error as error:
+        refused = isinstance(error, (wandb.errors.AuthenticationError, wandb.errors.UsageError))
+        if refused and mode != "auto":
+            raise UserError(f"--wandb {mode}: {brief(error)}") from error
         say(f"wandb: {brief(error)}; it is written to {config['output_dir']}/wandb, and `wandb sync` sends it later")
         return begin(mode="offline")
