@@ -28,7 +28,7 @@ SHOWN = {"reward": ".3f", "eval_score": ".3f", "loss": ".1e", "entropy": ".3f", 
          "response_length": ".0f", "truncated": ".2f"}
 ENCODER = json.JSONEncoder(default=str, check_circular=False)      # made once: there are many samples
 LOGS = ("metrics.jsonl", "samples.jsonl")
-WANDB_SECONDS = 300     # for its last words, at the end of a run
+WANDB_SECONDS = 60     # for its last words, at the end of a run
 PHASES = ("rollout", "wait", "swap", "logprobs", "update", "push", "gate")      # of a step, as they follow
 
 
