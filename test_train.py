@@ -44,6 +44,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from datasets import Dataset
 from hypothesis import given, settings, strategies
 from safetensors import safe_open
 from torch.nn.attention.varlen import varlen_attn
@@ -1156,7 +1157,7 @@ def test_rows_of_every_known_kind(tmp_path):
     for name, row in lines.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
         (tmp_path / f"{name}.json").write_text(json.dumps([row, row]))
-        load_rows(str(tmp_path / f"{name}.jsonl")).to_parquet(tmp_path / f"{name}.parquet")
+        Dataset.from_list([row, row]).to_parquet(tmp_path / f"{name}.parquet")
         for suffix in ("jsonl", "json", "parquet"):
             dataset = RLDataset(str(tmp_path / f"{name}.{suffix}"))
             sample = dataset[1]
