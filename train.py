@@ -191,7 +191,7 @@ MATH = "{}\nThink step by step, and put the final answer into \\boxed{{}}."
 @dataclass
 class Sample:
     """One episode: what the dataset asked, and what came of it. Lists are per token [T], the prompt's first."""
-    messages: list[dict]                                    # the chat that becomes the prompt
+    messages: list[dict]                                    # the chat that becomes the prompt; markup inside is plain text
     row: dict                                               # the dataset's row, for reward_fn
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
@@ -268,7 +268,8 @@ def reward_fn(sample: Sample) -> float:
 async def env_step(sample: Sample) -> str | None:
     """EDIT HERE for --max_turns above 1: what follows the policy's turn, chat markup included, or None to end.
 
-    It sees every turn that was not cut off, the last one, too; after that one its answer is not played.
+    It sees every turn that was not cut off, the last one, too; after that one its answer is not played. What a tool
+    said goes through `user_turn` of recipes/turns.py, or it could forge markup.
     """
     return None
 
