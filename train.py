@@ -191,7 +191,7 @@ MATH = "{}\nThink step by step, and put the final answer into \\boxed{{}}."
 @dataclass
 class Sample:
     """One episode: what the dataset asked, and what came of it. Lists are per token [T], the prompt's first."""
-    messages: list[dict]                                    # the chat that becomes the prompt; markup inside is plain text
+    messages: list[dict]                                    # the chat that becomes the prompt; markup in it is text
     row: dict                                               # the dataset's row, for reward_fn
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
