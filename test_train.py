@@ -3044,8 +3044,8 @@ THOUGHTLESS = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-ODD = ["e\u0301", "العربية \u202e", "👩\u200d👩\u200d👧\u200d👦", "\x00", "\ufffd", "\ufdd0", "\u2028\r\n", "<|", "|>",
-       "<think>", "im_end"]
+ODD = ["e\u0301", "العربية \u202e", "👩\u200d👩\u200d👧\u200d👦", "\x00", "\ufffd", "\ufdd0",
+       "\u2028\r\n", "<|", "|>", "<think>", "im_end"]
 TEXTS = strategies.lists(strategies.one_of(strategies.text(), strategies.sampled_from(CONTROL + ODD))).map("".join)
 
 
@@ -3221,6 +3221,15 @@ def test_a_run_survives_an_engine_that_gives_no_tokens(tmp_path, way):
                tmp_path / "strict")
     ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert done.returncode == 2 and len(ours) == 1 and "the engine gave no tokens (3 of 32 samples failed" in ours[0]
+
+
+def test_an_answer_of_sglang_without_tokens_is_read():
+    async def generate(**_):
+        return {"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": []}}
+
+    engine = object.__new__(train.SGLangEngine)
+    engine.config, engine.version, engine.sampling, engine.link = Config(), 3, {}, SimpleNamespace(generate=generate)
+    assert asyncio.run(engine.generate([1], 1.0, 0)) == ([], [], [], False)
 
 
 def test_a_failed_turn_has_no_age_and_is_named_by_the_gate(mesh):
