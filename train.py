@@ -46,14 +46,15 @@ from local_engine import LocalEngine
 from tools.checkpoint import find_run, flags_of, load_checkpoint, random_states, save_checkpoint, save_model
 from tools.checks import check_config
 from tools.gate import Gate, Probe
-from tools.inputs import (JSON, UserError, check_prompts, find_model, find_tokenizer, flag, load_rows,
+from tools.inputs import (JSON, UserError, check_prompts, find_model, find_tokenizer, flag, load_rows, make_prompt,
                           parse_flags, prompt_order)
 from tools.judges import Judges
 from tools.kernels import HeadLogprobs, packed_attention
+from tools.markup import encode, encode_prompt
 from tools.packing import by_sample, hand_back, laid_out, lay_out, pack, per_sample
 from tools.ranks import Stop, Stopped, gather, init_distributed, reduce
 from tools.runlog import RunLog, one_line_errors
-from tools.scoring import ask, best_of, check_failures, check_logprobs, check_skipped
+from tools.scoring import ask, best_of, check_failures, check_skipped, check_turn, without_failures
 from tools.sglang_links import Colocated, Servers, run
 from tools.speed import Stopwatch, speed, update_metrics
 from tools.weights import export, move, whole_weights
@@ -192,7 +193,7 @@ MATH = "{}\nThink step by step, and put the final answer into \\boxed{{}}."
 @dataclass
 class Sample:
     """One episode: what the dataset asked, and what came of it. Lists are per token [T], the prompt's first."""
-    messages: list[dict]                                    # the chat that becomes the prompt
+    messages: list[dict]                                    # the chat that becomes the prompt; markup in it is text
     row: dict                                               # the dataset's row, for reward_fn
     ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
@@ -269,17 +270,13 @@ def reward_fn(sample: Sample) -> float:
 async def env_step(sample: Sample) -> str | None:
     """EDIT HERE for --max_turns above 1: what follows the policy's turn, chat markup included, or None to end.
 
-    It sees every turn that was not cut off, the last one, too; after that one its answer is not played.
+    It sees every turn that was not cut off, the last one, too; after that one its answer is not played. What a tool
+    said goes through `user_turn` of recipes/turns.py, or it could forge markup.
     """
     return None
 
 
 # ------------------------------------------------ 3. Rollout ----------------------------------------------------------
-def encode_prompt(tokenizer, sample: Sample) -> list[int]:
-    """Ids [T] of the chat, with the header of the assistant's turn at the end."""
-    return tokenizer.apply_chat_template(sample.messages, add_generation_prompt=True, return_dict=False)
-
-
 async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int, room: int) -> Sample:
     """Plays one episode, cut off where a turn would follow over `room` tokens. The mask is made with the token.
 
@@ -290,14 +287,17 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int,
         sample.append(encode_prompt(tokenizer, sample), mask=0)
     for turn in range(max_turns):
         ids, logprobs, versions, sample.truncated = await generate(sample.ids, turn)
+        sample.failure = check_turn(ids, logprobs, versions)
+        if sample.failure:      # a turn has one token at least, and each a log-prob: of this one nothing is learned
+            ids, logprobs, versions = ids or [tokenizer.eos_token_id], None, None
         sample.append(ids, 1, logprobs, versions, step=turn)
-        sample.failure = sample.failure or check_logprobs(logprobs)
         sample.turns.append(tokenizer.decode(ids, skip_special_tokens=True))
         sample.text += sample.turns[-1]
-        reply = await env_step(sample) if env_step and not sample.truncated else None
+        goes_on = env_step and not sample.truncated and not sample.failure
+        reply = await env_step(sample) if goes_on else None
         if reply is None or turn == max_turns - 1:
             break
-        sample.append(tokenizer.encode(reply, add_special_tokens=False), mask=0, step=turn)
+        sample.append(encode(tokenizer, reply), mask=0, step=turn)
         if len(sample.ids) > room:
             sample.truncated = True
             break
@@ -803,8 +803,7 @@ class Trainer:
         """The episodes that this rank plays, not yet begun; a group's start from copies of one prompt."""
         mine, episodes = prompts[self.mesh["dp"].get_local_rank()::self.mesh["dp"].size()][self.engine.share], []
         for place, row in mine:
-            prompt = dataset[row]
-            prompt.append(encode_prompt(self.tokenizer, prompt), mask=0)
+            prompt = make_prompt(dataset, row, partial(encode_prompt, self.tokenizer), self.room)
             episodes += [self.episode(replace(deepcopy(prompt), key=(place, i)), temperature) for i in range(size)]
         return episodes
 
@@ -830,7 +829,8 @@ class Trainer:
         return per_sample(samples, batches, [model(batch) for batch in batches], self.mesh["dp"])
 
     def compare(self, samples: list[Sample]):
-        """Sets the advantages of whole groups."""
+        """Sets the advantages of whole groups; a failure's is compared with nothing."""
+        samples = without_failures(samples) or samples
         config, tokens = self.config, make_batch(samples, "cpu")
         groups = dict(sequences=tokens.sequences, size=config.group_size)
         advantages = above_baseline(token_returns(samples, tokens, config), **groups, baseline=config.baseline)
@@ -858,9 +858,8 @@ class Trainer:
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
         """Packs the samples of one optimiser step. Those that leave no gradient only count in the weights."""
         config = self.config
-        failed = {sample.key[:1] for sample in samples if sample.failure}
-        counted = [sample for sample in samples
-                   if sample.key[:1] not in failed and not (config.mask_truncated and sample.truncated)]
+        counted = [sample for sample in without_failures(samples)
+                   if not (config.mask_truncated and sample.truncated)]
         always = config.entropy_coef or config.kl_coef and config.kl_in == "loss"
         batches = self.share([sample for sample in counted if always or any(sample.advantages)], samples[0])
         for batch in batches:

@@ -74,8 +74,8 @@ class OneStepOff(Trainer):
 
     def staleness(self, samples: list[Sample]) -> dict[str, float]:
         """By how many pushes the trained tokens are older than the actor, over all ranks; bounded, or it raises."""
-        lags = [self.engine.version - version for sample in samples
-                for version, trained in zip(sample.versions, sample.mask) if trained]
+        lags = [self.engine.version - version for sample in samples if not sample.failure
+                for version, trained in zip(sample.versions, sample.mask) if trained] or [0]
         if not 0 <= min(lags) <= max(lags) <= self.config.max_staleness:
             raise UserError(f"tokens are {min(lags)} to {max(lags)} pushes old, --max_staleness is "
                             f"{self.config.max_staleness}: does another run push to the same server?")

@@ -24,6 +24,7 @@ import torch
 from recipes.critic import Critic, gae
 from tools.inputs import UserError, find_model, flag
 from tools.packing import by_sample, column
+from tools.scoring import without_failures
 from train import Config, Sample, Trainer, firsts, main, make_batch, normalized, penalties, token_weights
 
 CRITICS = {  # what --algo would choose
@@ -85,13 +86,14 @@ class PPO(Trainer):
         self.line_ends = {i for i in range(len(self.tokenizer)) if "\n" in self.tokenizer.decode([i])}
 
     def compare(self, samples: list[Sample]):
-        """Sets the advantages of all samples, and what the critic said and should have said."""
+        """Sets the advantages of samples, and what the critic said and should have said; without groups that failed."""
         config = self.config
         if config.critic != "ppo":
             for sample in samples:
                 self.split(sample)
         for sample, values in zip(samples, self.token_values(samples, self.critic.model.values)):
-            sample.values = values
+            sample.values, sample.returns = values, []
+        samples = without_failures(samples) or samples
         tokens, advantages = make_batch(samples, "cpu"), []
         for sample, paid in zip(samples, penalties(tokens, config).split(tokens.sequences.bincount().tolist())):
             values = list(compress(sample.values, sample.mask))
@@ -116,10 +118,10 @@ class PPO(Trainer):
         metrics, config, updates = super().learn(samples), self.config, []
         with self.timed("critic"):
             for i in range(config.updates_per_step):
-                part = samples[i::config.updates_per_step]
+                part = without_failures(samples)[i::config.updates_per_step]
                 updates.append(self.share(part, samples[0]))
                 for batch in updates[-1]:
-                    batch.weights *= token_weights(batch, config.aggregation, part, config.max_new_tokens)
+                    batch.weights *= token_weights(batch, config.aggregation, part or samples, config.max_new_tokens)
             learned = self.critic.update(updates)
         return metrics | {name: learned[name] for name in ("value_loss", "value", "explained_variance")}
 

@@ -59,7 +59,8 @@ class Gate:
             return {}
         samples = self.play(range(PROMPTS), 0.0, TOKENS)
         now = Scores(*self.score(samples, 1.0))
-        worst = self.judge(now.gap, self.version_cause(samples) or self.weights_cause(now))
+        failure = next((sample.failure for sample in samples if sample.failure), None)
+        worst = self.judge(now.gap, failure or self.version_cause(samples) or self.weights_cause(now))
         self.first = self.first or now
         if not self.still(now):     # else the actor's way from there adds up, however small its steps are
             self.last = now

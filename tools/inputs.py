@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from datasets import load_dataset
+from datasets import ReadInstruction, load_dataset
 from huggingface_hub import snapshot_download
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
@@ -84,10 +84,16 @@ def find_model(name: str, tp_size: int) -> tuple[str, int]:
 
 
 def find_tokenizer(path: str):
-    """The tokenizer of a model's folder. Raises UserError if it has no chat template, which makes the prompts."""
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    """The tokenizer of a model's folder. Raises UserError if it cannot make prompts, or end a turn; pad needs none."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except Exception as error:
+        raise UserError(f"--model {path}: its tokenizer cannot be loaded: {brief(error)}") from error
     if not tokenizer.chat_template:
         raise UserError(f"--model {path}: its tokenizer has no chat template; take an instruct model, or add one")
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"--model {path}: its tokenizer has no eos_token; name the token that ends a turn, such as "
+                        f"<|im_end|>, in {Path(path) / 'tokenizer_config.json'}")
     return tokenizer
 
 
@@ -97,13 +103,19 @@ def load_rows(source: str):
     A file is .jsonl, .json or .parquet. Raises UserError where nothing can be read.
     """
     name, _, split = source.partition(":")
-    kind = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}.get(Path(name).suffix)
+    kind, split = Path(name).suffix, split or "train"
     parts = name.split("/")     # owner, name and maybe a configuration of a Hub dataset
     try:
-        if kind:
-            rows = load_dataset(kind, data_files=name, split=split or "train")
+        if kind in (".jsonl", ".json"):
+            rows = JSONRows(Path(name))
+            slices = ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+            rows.rows = [row for part in slices for row in rows.rows[part.from_:part.to]]
+        elif kind == ".parquet":
+            rows = load_dataset("parquet", data_files=name, split=split)
+        elif Path(name).is_file():
+            raise ValueError("a file must be .jsonl, .json or .parquet")
         else:
-            rows = load_dataset("/".join(parts[:2]), "/".join(parts[2:]) or None, split=split or "train")
+            rows = load_dataset("/".join(parts[:2]), "/".join(parts[2:]) or None, split=split)
     except Exception as error:
         raise UserError(f"--data {source} cannot be read, or is empty: {brief(error)}") from error
     if len(rows) == 0:
@@ -111,15 +123,57 @@ def load_rows(source: str):
     return rows
 
 
+class JSONRows:
+    """Rows of a file with a JSON object a line, or with a list of them: as the file says, and new at each access.
+
+    The loader of `datasets` changes some: a column of dates is no text, a large integer is rounded, and a line that is
+    null ends the process. Raises ValueError for a line that is no object.
+    """
+
+    def __init__(self, path: Path):
+        text = path.read_text(encoding="utf-8-sig")
+        as_list = text.lstrip().startswith("[")
+        self.rows = list(map(json.dumps, json.loads(text))) if as_list else text.split("\n")
+        for number, row in enumerate(self.rows, 1):
+            try:
+                if row.strip() and not isinstance(json.loads(row), dict):
+                    raise ValueError(f"{row:.40} is no JSON object")
+            except ValueError as error:
+                raise ValueError(f"{'row' if as_list else 'line'} {number}: {error}") from error
+        self.rows = [row for row in self.rows if row.strip()]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict:
+        return json.loads(self.rows[index])
+
+
 def check_prompts(datasets: list, encode, room: int):
-    """Raises UserError for a prompt of over `room` tokens; `encode(sample)` gives its ids [T]. Ranks share the work."""
+    """Raises UserError for the first prompt that `make_prompt` cannot make. Ranks share the work."""
     for dataset in datasets:
         mine = range(dist.get_rank(), len(dataset), dist.get_world_size())
         for index in tqdm(mine, desc="checking prompts", leave=False, disable=None, delay=2):
-            length = len(encode(dataset[index]))
-            if length > room:
-                raise UserError(f"--data {dataset.source}: the prompt of row {index} has {length} tokens; the model's "
-                                f"context less --max_new_tokens leaves room for {room}")
+            make_prompt(dataset, index, encode, room)
+
+
+def make_prompt(dataset, index: int, encode, room: int):
+    """A row as a sample that begins with its prompt's ids, which are `encode(sample)`, [T].
+
+    Raises UserError where the dataset or the chat template fails, and for over `room` tokens.
+    """
+    try:
+        sample = dataset[index]
+        sample.append(encode(sample), mask=0)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"--data {dataset.source}: row {index} cannot be made a prompt: {type(error).__name__}: "
+                        f"{brief(error)}") from error
+    if len(sample.ids) > room:
+        raise UserError(f"--data {dataset.source}: the prompt of row {index} has {len(sample.ids)} tokens; the model's "
+                        f"context less --max_new_tokens leaves room for {room}")
+    return sample
 
 
 def prompt_order(draw: int, rows: int, config) -> list[tuple[int, int]]:

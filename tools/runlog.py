@@ -33,8 +33,9 @@ PHASES = ("rollout", "wait", "swap", "logprobs", "update", "push", "gate")      
 
 
 def say(text: str):
-    """Prints a line, past the bars of progress."""
-    tqdm.write(text)
+    """Prints a line, past the bars of progress; what the screen's encoding lacks is shown by its number."""
+    encoding = sys.stdout.encoding or "utf-8"
+    tqdm.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def end(message: str, code: int):

@@ -58,9 +58,19 @@ def fail(sample, why: str):
     sample.failure, sample.rewards = sample.failure or why, [0.0] * count_steps(sample)
 
 
-def check_logprobs(logprobs: list[float]) -> str:
-    """Why a turn cannot be learned from: an engine that has no log-probs for it (TRL #6266); or ""."""
+def check_turn(ids: list[int], logprobs: list[float], versions: list[int]) -> str:
+    """Why a turn cannot be learned from: an engine that has no log-probs for it (TRL #6266), or no tokens; or ""."""
+    if not len(ids) == len(logprobs) == len(versions):
+        return f"the engine gave {len(ids)} tokens, {len(logprobs)} log-probs and {len(versions)} versions of weights"
+    if not ids:
+        return "the engine gave no tokens"
     return "" if all(map(math.isfinite, logprobs)) else "the engine gave log-probs that are no numbers"
+
+
+def without_failures(samples: list) -> list:
+    """Those of the groups in which no sample has failed."""
+    failed = {sample.key[:1] for sample in samples if sample.failure}
+    return [sample for sample in samples if sample.key[:1] not in failed]
 
 
 def check_failures(samples: list, share: float):
