@@ -21,6 +21,7 @@ from pathlib import Path
 CLOCK, MOVED = time.time, [0.0]
 time.time = lambda: CLOCK() + MOVED[0]      # before anything else can take hold of it
 
+import psutil
 import torch.distributed as dist
 
 import train
@@ -80,6 +81,17 @@ def strike(folder: Path):
         fill(folder.parent / "filler")
     elif FAULT == "clock":
         MOVED[0] = float(os.environ["FAULT_SECONDS"])
+    elif FAULT == "signal":
+        signal_engine(getattr(signal, f"SIG{os.environ['FAULT_SIGNAL']}"))
+
+
+def signal_engine(number: int):
+    """To the server whose group of processes FAULT_GROUP is; without one, to the scheduler that this rank started."""
+    if "FAULT_GROUP" in os.environ:
+        return os.killpg(int(os.environ["FAULT_GROUP"]), number)
+    for child in psutil.Process().children(recursive=True):
+        if "sglang::scheduler" in " ".join(child.cmdline()):
+            child.send_signal(number)
 
 
 def fill(path: Path):
