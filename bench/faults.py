@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -150,6 +151,15 @@ def left(note: Path) -> list[psutil.Process]:
     return found
 
 
+def clear(note: Path, process: subprocess.Popen) -> int:
+    """Ends what is left of a run. Returns how many processes that were."""
+    behind = left(note)
+    for one in behind:
+        one.kill()
+    process.wait()
+    return len(behind)
+
+
 def lines_in(folder: Path) -> int:
     """How many steps, step 0 among them, the run has written."""
     metrics = folder / "metrics.jsonl"
@@ -250,8 +260,12 @@ class Laboratory:
             if case.at == "start":
                 note.write_text(str(time.monotonic()))
             process = start(target, run, case.flags | flags, case.env | env, place / "log")
-            row = watch(process, run, note, case.patience)
-            row |= dict(left=self.clear(row, note, process), twice=disorder(run), said=said(place))
+            try:
+                row = watch(process, run, note, case.patience)
+                time.sleep(5 if row["what"] != "hangs" else 0)
+            finally:
+                behind = clear(note, process)
+            row |= dict(left=0 if row["what"] == "hangs" else behind, twice=disorder(run), said=said(place))
             for path in (disk / "filler", note):
                 path.unlink(missing_ok=True)
             code, log = 0, place / "log again"
@@ -260,17 +274,6 @@ class Laboratory:
             row["unequal"] = self.compare(case, row, run) if code == 0 else f"cannot go on: {log.read_text()[-300:]}"
         shutil.rmtree(place)
         return dict(group=case.group, fault=case.fault, at=case.at) | row
-
-    def clear(self, row: dict, note: Path, process: subprocess.Popen) -> int:
-        """Ends what is left of a run, 5 s after its end. Returns how many processes that were; of one that hangs, 0."""
-        hangs = row["what"] == "hangs"
-        if not hangs:
-            time.sleep(5)
-        behind = left(note)
-        for one in behind:
-            one.kill()
-        process.wait()
-        return 0 if hangs else len(behind)
 
     def compare(self, case: Case, row: dict, run: Path) -> str:
         """What is unequal to the run that this one must equal, in the end."""
@@ -292,6 +295,7 @@ def main():
     parser.add_argument("--at", default="", help="this instant only")
     parser.add_argument("--output", type=Path, default=ASSETS / "faults.json", help="where the table goes")
     options, rows = parser.parse_args(), []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))       # cleans up, as Ctrl-C does
     chosen = cases()
     if "engine" in options.only:
         from bench.faults_engine import engine_cases    # needs sglang

@@ -29,7 +29,7 @@ SERVER = ["-m", "sglang.launch_server", "--model-path", TINY["model"], "--device
           "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
           "--disable-cuda-graph", "--max-total-tokens", "32768", "--skip-tokenizer-init"]
 SPOILED = ("half its tokens", "no tokens", "no log-probs", "no meta_info", "half of the JSON", "no JSON")
-SILENCE = 20            # --engine_timeout
+SILENCE = 30            # --engine_timeout
 
 
 def engine_cases() -> list[Case]:
@@ -82,7 +82,7 @@ def spoiling(kind: str, count: int, folder: Path):
             left[0] -= due
         return spoiled(kind, body) if due else body
 
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), partial(Proxy, steady(), spoil))
+    proxy = Server(("127.0.0.1", 0), partial(Proxy, steady(), spoil))
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:
         yield CPU, dict(engine=f"http://127.0.0.1:{proxy.server_port}")
@@ -149,6 +149,14 @@ def spoiled(kind: str, body: bytes) -> bytes:
     else:
         answer["meta_info"]["output_token_logprobs"] = tokens[:len(tokens) // 2 if kind == "half its tokens" else 0]
     return json.dumps(answer).encode()
+
+
+class Server(ThreadingHTTPServer):
+    """Takes all requests of a rollout at once."""
+    request_queue_size, daemon_threads = 1024, True
+
+    def handle_error(self, *who):
+        """A run that has ended reads no answers."""
 
 
 class Proxy(BaseHTTPRequestHandler):
