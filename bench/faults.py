@@ -151,6 +151,14 @@ def left(note: Path) -> list[psutil.Process]:
     return found
 
 
+def finished(process: subprocess.Popen, note: Path) -> int:
+    """The exit code of a run at its end, which is now at the latest if this process is to end."""
+    try:
+        return process.wait()
+    finally:
+        clear(note, process)
+
+
 def clear(note: Path, process: subprocess.Popen) -> int:
     """Ends what is left of a run. Returns how many processes that were."""
     behind = left(note)
@@ -186,9 +194,9 @@ def watch(process: subprocess.Popen, folder: Path, note: Path, patience: float) 
     return dict(what=f"ends, code {process.returncode}", seconds=time.monotonic() - struck)
 
 
-def said(folder: Path) -> str:
+def said(folder: Path, log: str = "log") -> str:
     """What a run said of its fault."""
-    text = (folder / "log").read_text()
+    text = (folder / log).read_text()
     matches = filter(None, (re.search(pattern, text, re.MULTILINE) for pattern in SAYS_SO))
     return next((match.group().strip(" |") for match in matches), "")
 
@@ -243,7 +251,7 @@ class Laboratory:
             place = self.scratch / f"reference-{len(self.references)}"
             place.mkdir()
             target = ["-m", "bench.injected"] if env else ["train.py"]
-            if start(target, place / "run", {}, env, place / "log").wait():
+            if finished(start(target, place / "run", {}, env, place / "log"), place / "note"):
                 sys.exit(f"a reference failed: {(place / 'log').read_text()[-2000:]}")
             self.references[key] = place / "run"
         return self.references[key]
@@ -270,8 +278,9 @@ class Laboratory:
                 path.unlink(missing_ok=True)
             code, log = 0, place / "log again"
             if row["what"] != "goes on":
-                code = start(["train.py"], run, case.flags | flags | dict(resume="auto", wandb="off"), env, log).wait()
-            row["unequal"] = self.compare(case, row, run) if code == 0 else f"cannot go on: {log.read_text()[-300:]}"
+                again = case.flags | flags | dict(resume="auto", wandb="off")
+                code = finished(start(["train.py"], run, again, env, log), note)
+            row["unequal"] = self.compare(case, row, run) if code == 0 else f"cannot go on: {said(place, log.name)}"
         shutil.rmtree(place)
         return dict(group=case.group, fault=case.fault, at=case.at) | row
 

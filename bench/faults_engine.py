@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 CPU = dict(SGLANG_USE_CPU_ENGINE="1", PYTHONPATH=f"{ROOT}/.ci/sglang_cpu", SGLANG_CPU_OMP_THREADS_BIND="0")
 SERVER = ["-m", "sglang.launch_server", "--model-path", TINY["model"], "--device", "cpu", "--dtype", "float32",
           "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-          "--disable-cuda-graph", "--max-total-tokens", "32768", "--skip-tokenizer-init"]
+          "--disable-cuda-graph", "--max-total-tokens", "32768", "--skip-tokenizer-init", "--sleep-on-idle"]
 SPOILED = ("half its tokens", "no tokens", "no log-probs", "no meta_info", "half of the JSON", "no JSON")
 SILENCE = 30            # --engine_timeout
 
@@ -57,7 +57,7 @@ def engine_cases() -> list[Case]:
 @contextmanager
 def colocated(folder: Path):
     """SGLang in the run's own processes."""
-    yield CPU, dict(engine="sglang")
+    yield CPU, dict(engine="sglang", sglang_args='{"sleep_on_idle": true}')
 
 
 @contextmanager
