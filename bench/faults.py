@@ -21,18 +21,18 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import psutil
 
 from bench.kills import differences, kept
+from bench.fake_wandb import closed, lost, silent
 from bench.measure import ASSETS, show, write
 from tools.checkpoint import checkpoints
 from train import TINY
@@ -96,27 +96,14 @@ def cases() -> list[Case]:
     for mode in ("online", "auto"):
         found += [Case("wandb", f"nobody at the port, --wandb {mode}", "start", key, dict(wandb=mode), around=closed),
                   Case("wandb", f"a silent server, --wandb {mode}", "start", key, dict(wandb=mode), around=silent)]
+    for case in injected("wandb", "answers", later, around=lost, **key):
+        found.append(replace(case, fault="the server goes, --wandb online", flags=dict(wandb="online")))
     for case in found:
         case.patience = 200.0 if case.group == "wandb" else PATIENCE
     return found
 
 
-# ------------------------------------------------ what a fault needs around it ----------------------------------------
-@contextmanager
-def closed(folder: Path):
-    """A port at which nobody listens, as the address of wandb."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        yield dict(WANDB_BASE_URL=f"http://127.0.0.1:{free.getsockname()[1]}"), {}
-
-
-@contextmanager
-def silent(folder: Path):
-    """A port that takes connections, and never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
-        yield dict(WANDB_BASE_URL=f"http://127.0.0.1:{server.getsockname()[1]}"), {}
-
-
+# ------------------------------------------------ what a fault needs around it ---------------------------------------
 @contextmanager
 def small_disk(folder: Path):
     """A disk of 64 MB: room for three checkpoints of the embedded model and some more."""
@@ -277,7 +264,7 @@ class Laboratory:
             for path in (disk / "filler", note):
                 path.unlink(missing_ok=True)
             code, log = 0, place / "log again"
-            if row["what"] != "goes on":
+            if row["what"] != "goes on" and not (run / "model").exists():
                 again = case.flags | flags | dict(resume="auto", wandb="off")
                 code = finished(start(["train.py"], run, again, env, log), note)
             row["unequal"] = self.compare(case, row, run) if code == 0 else f"cannot go on: {said(place, log.name)}"

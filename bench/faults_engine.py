@@ -16,10 +16,12 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
+from bench.fake_wandb import Server
 from bench.faults import Case, injected
 from train import TINY
 
@@ -34,23 +36,18 @@ SILENCE = 30            # --engine_timeout
 
 def engine_cases() -> list[Case]:
     """All of them."""
-    silence, found = dict(engine_timeout=SILENCE), []
+    found = []
     for how in ("KILL", "STOP"):
         for place, around in (("colocated", colocated), ("one of two servers", two_servers)):
             cases = injected("engine", "signal", ("rollout 1", "push 3", "evaluation 4"), 1, around=around,
                              FAULT_SIGNAL=how)
-            for case in cases:
-                case.fault = f"{place}, {how}"
-            found += cases
+            found += [replace(case, fault=f"{place}, {how}") for case in cases]
     for kind in SPOILED:
         for instants, count in ((("rollout 1", "rollout 3", "evaluation 4"), 1), (("rollout 3",), 10**9)):
             cases = injected("engine", "answers", instants, around=partial(spoiling, kind, count))
-            for case in cases:
-                case.fault = f"{'one answer has' if count == 1 else 'all answers have'} {kind}"
-            found += cases
-    for case in found:
-        case.flags, case.patience = silence, 120.0
-    return found
+            found += [replace(case, fault=f"{'one answer has' if count == 1 else 'all answers have'} {kind}")
+                      for case in cases]
+    return [replace(case, flags=dict(engine_timeout=SILENCE), patience=4.0 * SILENCE) for case in found]
 
 
 # ------------------------------------------------ engines ------------------------------------------------------------
@@ -149,14 +146,6 @@ def spoiled(kind: str, body: bytes) -> bytes:
     else:
         answer["meta_info"]["output_token_logprobs"] = tokens[:len(tokens) // 2 if kind == "half its tokens" else 0]
     return json.dumps(answer).encode()
-
-
-class Server(ThreadingHTTPServer):
-    """Takes all requests of a rollout at once."""
-    request_queue_size, daemon_threads = 1024, True
-
-    def handle_error(self, *who):
-        """A run that has ended reads no answers."""
 
 
 class Proxy(BaseHTTPRequestHandler):
