@@ -3,15 +3,18 @@
     python -m bench.soak [--steps 2000] [--skip 100] [--output assets/soak.json] [more flags of train.py]
 
 One process, with an evaluation and a checkpoint every 100 steps. After each step the process and its children are
-looked at: memory that is theirs alone (USS), their share of what is shared, too (PSS), and all that is resident (RSS);
-open files, threads, children, and the seconds and CPU seconds that the step took. The learning rate is 1e-9, so that
-the policy, and with it the work of a step, stays the same from the first to the last.
+looked at: memory that is resident (rss_mb), and what of it is no file (anon_mb); open files, threads, children; and the
+seconds and CPU seconds that the step took. Of the process itself, what is in use of the memory that it holds: what the
+C library has handed out (malloc_mb), and Python's blocks. A leak raises those two; if only the first two rise, the heap
+has got holes. The learning rate is 1e-9, so that the policy, and with it the work of a step, stays the same from the
+first to the last. Needs Linux with glibc.
 
 Prints a straight line through each, over the steps after the first --skip. Neighbouring steps are alike (a generation
 of the garbage collector, another process on the machine), so the line is laid through the means of 20 blocks of steps,
 and the error of its slope comes from how far these lie from it. Draws all of it, and writes the means.
 """
 import argparse
+import ctypes
 import sys
 import tempfile
 from pathlib import Path
@@ -23,9 +26,30 @@ from matplotlib.figure import Figure
 import train
 from bench.measure import ASSETS, show, write
 
-COLUMNS = ("uss_mb", "pss_mb", "rss_mb", "handles", "threads", "children", "cpu_seconds", "time_step")
+COLUMNS = ("rss_mb", "anon_mb", "malloc_mb", "python_blocks", "handles", "threads", "children", "cpu_seconds",
+           "time_step")
 FLAGS = dict(prompts_per_step=4, eval_every=100, save_every=100, lr=1e-9, wandb="off")
 BLOCKS = 20
+
+
+class Mallinfo(ctypes.Structure):
+    """What glibc's mallinfo2() returns, in bytes: of blocks in mmap, and of others in use, among the rest."""
+    _fields_ = [(name, ctypes.c_size_t) for name in (
+        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def malloc_mb() -> float:
+    """What the C library has handed out to this process, in MB."""
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Mallinfo
+    found = mallinfo()
+    return (found.hblkhd + found.uordblks) / 1e6
+
+
+def resident_mb(process: psutil.Process) -> tuple[float, float]:
+    """The resident memory of a process, and what of it is no file, in MB."""
+    found = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+    return tuple(int(found[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "RssAnon"))
 
 
 def tree() -> list[psutil.Process]:
@@ -39,9 +63,8 @@ def cpu_seconds() -> float:
 
 
 def look() -> list[float]:
-    """The first six of COLUMNS, over this process and its children."""
-    memory = [process.memory_full_info() for process in tree()]
-    return [*(sum(getattr(found, kind) for found in memory) / 1e6 for kind in ("uss", "pss", "rss")),
+    """The first seven of COLUMNS."""
+    return [*map(sum, zip(*map(resident_mb, tree()))), malloc_mb(), sys.getallocatedblocks(),
             sum(process.num_fds() for process in tree()), sum(process.num_threads() for process in tree()),
             len(tree()) - 1]
 
@@ -79,8 +102,8 @@ def line(values: numpy.ndarray) -> dict[str, float]:
 
 def draw(values: dict[str, numpy.ndarray], skip: int, output: Path):
     """A panel for each column, with the step from which on it counts."""
-    figure = Figure(figsize=(4 * len(values) / 2, 5.5), layout="constrained")
-    for axes, (name, of_steps) in zip(figure.subplots(2, len(values) // 2).flat, values.items()):
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    for axes, (name, of_steps) in zip(figure.subplots(3, 3).flat, values.items()):
         axes.plot(range(1, len(of_steps) + 1), of_steps, linewidth=0.5)
         axes.axvline(skip, color="grey", linestyle=":")
         axes.set(title=name, xlabel="step")
