@@ -43,7 +43,7 @@ FLAGS = dict(steps=END, prompts_per_step=8, group_size=8, max_new_tokens=48, eva
 PATIENCE = 60.0         # seconds that a run may be still after a fault, before it counts as hanging
 DAY = 86400
 # where a run says what became of it, the best first: its last line, an error, torchrun's report, a step's sentence
-SAYS_SO = (r"train\.py: .*", r"^(?!.*ChildFailed).*Error: .*", r"Signal \d+ \(\w+\)", r".* samples failed, .*",
+SAYS_SO = (r"train\.py: .*", r"^(?!.*ChildFailed).*Error: .*", r"Signal (?!15)\d+ \(\w+\)", r".* samples failed, .*",
            r".*goes on without .*")
 
 

@@ -30,6 +30,8 @@ FAULT, RANK, NOTE = os.environ["FAULT"], int(os.environ.get("FAULT_RANK", 0)), P
 PHASE, STEP = os.environ["FAULT_AT"].split()
 STEP = int(STEP)
 PROMPTS, END = 8, 6         # of a step; the last step
+FAILURES = ("raises", "hangs", "hangs_in_c", "is_killed")    # of a reward
+STRIKES = ("kill", "disk", "clock", "signal", "answers")     # at an instant; the others at a sample, or a loss
 SPOILED = {1: (0,), 3: (1,), 4: (0, 1)}     # step: which of its two optimiser steps get NaN, or are left out
 DAY = 86400.0
 
@@ -65,7 +67,7 @@ def fail():
 
 def reward_fn(sample) -> float:
     """The trainer's own, but for one sample."""
-    if FAULT in ("raises", "hangs", "hangs_in_c", "is_killed") and hit(sample):
+    if FAULT in FAILURES and hit(sample):
         note()
         fail()
     return train.reward_fn(sample)
@@ -126,7 +128,7 @@ class Faulty(train.Trainer):
 
     def strike(self, phase: str):
         """The fault, if this is the instant, on the rank that it is for; a clock is everyone's."""
-        if (phase, self.now) == (PHASE, STEP) and (FAULT == "clock" or dist.get_rank() == RANK):
+        if FAULT in STRIKES and (phase, self.now) == (PHASE, STEP) and (FAULT == "clock" or dist.get_rank() == RANK):
             strike(self.folder)
 
     def spoiled(self) -> bool:
