@@ -3593,6 +3593,43 @@ def test_any_data_is_scored_or_ends_in_one_line(tokenizer, mesh, quiet_datasets)
     assert min(ends[stage] for stage in ("read", "prompts", "scored")) >= 20     # else it fuzzes nothing
 
 
+# ------------------------------------------------ faults and soak -----------------------------------------------------
+def test_a_soak_finds_a_slope_and_how_sure_it_is():
+    from bench.soak import line
+
+    steps, noise = np.arange(1900), np.random.default_rng(0).normal(size=1900)
+    alike = np.convolve(noise, np.ones(30) / 30, mode="same")           # neighbours are
+    rising, flat, constant = line(7 + 0.002 * steps + alike), line(7 + alike), line(np.full(1900, 15.0))
+    assert abs(rising["slope"] - 2) < 4 * rising["error"] < 1 and rising["t"] > 10
+    assert abs(flat["t"]) < 4 and (constant["slope"], constant["error"], constant["t"]) == (0, 0, 0)
+
+
+def test_steps_that_are_twice_or_missing_are_found(tmp_path):
+    from bench.faults import disorder
+
+    assert disorder(tmp_path) == []                                     # it ended before its first step
+    lines = [json.dumps({"step": step, "reward": 0.5}) for step in (0, 1, 3, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "rew')     # the disk was full
+    assert disorder(tmp_path) == [2, 3]
+
+
+def test_an_injected_fault_shows_in_what_is_compared(tmp_path):
+    from bench.faults import kept_but
+
+    flags = ("--steps", 4, "--prompts_per_step", 8, "--max_new_tokens", 32, "--bucket_mb", 0.5, "--eval_every", 0,
+             "--save_every", 1, "--wandb", "off")
+    found = {}
+    for fault in ("left_out", "raises", "none"):
+        done = run("-m", "bench.injected", *flags, "--output_dir", tmp_path / fault, FAULT=fault, FAULT_AT="rollout 2",
+                   FAULT_NOTE=str(tmp_path / f"note of {fault}"))
+        assert done.returncode == 0, done.stderr[-3000:]
+        found[fault] = kept_but(tmp_path / fault, ())
+    assert kills.differences(found["left_out"], found["raises"]) == dict(metrics=0, samples=0, tensors=0)
+    apart = kills.differences(found["raises"], found["none"])
+    assert apart["metrics"] == 3 and apart["samples"] > 0 and apart["tensors"] > 100      # from step 2 on
+    assert (tmp_path / "note of raises").exists() and not (tmp_path / "note of none").exists()
+
+
 if __name__ == "__main__":
     if sys.argv[1] in ("sabotage", "in_flight", "one_dies"):
         globals()[sys.argv[1]](*sys.argv[2:])

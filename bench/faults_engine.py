@@ -1,0 +1,179 @@
+"""The faults of an engine, for `python -m bench.faults --only engine`: it needs the real sglang.
+
+SGLang dies (SIGKILL) or hangs (SIGSTOP): the scheduler of rank 1's where it is colocated, one of two servers otherwise.
+And a server gives answers that are none: a proxy stands before it, and spoils one of them, or all from an instant on.
+"""
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+from bench.fake_wandb import Server
+from bench.faults import Case, injected
+from train import TINY
+
+ROOT = Path(__file__).parent.parent
+CPU = dict(SGLANG_USE_CPU_ENGINE="1", PYTHONPATH=f"{ROOT}/.ci/sglang_cpu", SGLANG_CPU_OMP_THREADS_BIND="0")
+SERVER = ["-m", "sglang.launch_server", "--model-path", TINY["model"], "--device", "cpu", "--dtype", "float32",
+          "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
+          "--disable-cuda-graph", "--max-total-tokens", "32768", "--skip-tokenizer-init", "--sleep-on-idle"]
+SPOILED = ("half its tokens", "no tokens", "no log-probs", "no meta_info", "half of the JSON", "no JSON")
+SILENCE = 30            # --engine_timeout
+
+
+def engine_cases() -> list[Case]:
+    """All of them."""
+    found = []
+    for how in ("KILL", "STOP"):
+        for place, around in (("colocated", colocated), ("one of two servers", two_servers)):
+            cases = injected("engine", "signal", ("rollout 1", "push 3", "evaluation 4"), 1, around=around,
+                             FAULT_SIGNAL=how)
+            found += [replace(case, fault=f"{place}, {how}") for case in cases]
+    for kind in SPOILED:
+        for instants, count in ((("rollout 1", "rollout 3", "evaluation 4"), 1), (("rollout 3",), 10**9)):
+            cases = injected("engine", "answers", instants, around=partial(spoiling, kind, count))
+            found += [replace(case, fault=f"{'one answer has' if count == 1 else 'all answers have'} {kind}")
+                      for case in cases]
+    return [replace(case, flags=dict(engine_timeout=SILENCE), patience=4.0 * SILENCE) for case in found]
+
+
+# ------------------------------------------------ engines ------------------------------------------------------------
+@contextmanager
+def colocated(folder: Path):
+    """SGLang in the run's own processes."""
+    yield CPU, dict(engine="sglang", sglang_args='{"sleep_on_idle": true}')
+
+
+@contextmanager
+def two_servers(folder: Path):
+    """One that stays, and one that the fault is for."""
+    process, url = launch(folder.parent / "server")
+    try:
+        ready(process, url)
+        yield CPU | dict(FAULT_GROUP=str(process.pid)), dict(engine=f"{url},{steady()}")
+    finally:
+        end(process)
+
+
+@contextmanager
+def spoiling(kind: str, count: int, folder: Path):
+    """A server behind a proxy, which spoils so many answers once the fault's note is there."""
+    note, lock, left = folder.parent / "note", threading.Lock(), [count]
+
+    def spoil(body: bytes) -> bytes:
+        with lock:
+            due = note.exists() and left[0] > 0
+            left[0] -= due
+        return spoiled(kind, body) if due else body
+
+    proxy = Server(("127.0.0.1", 0), partial(Proxy, steady(), spoil))
+    threading.Thread(target=proxy.serve_forever, daemon=True).start()
+    try:
+        yield CPU, dict(engine=f"http://127.0.0.1:{proxy.server_port}")
+    finally:
+        proxy.shutdown()
+        proxy.server_close()
+
+
+def launch(log: Path) -> tuple[subprocess.Popen, str]:
+    """A server of SGLang, in a group of processes of its own, and its address; it is not ready yet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    process = subprocess.Popen([sys.executable, *SERVER, "--port", str(port)], cwd=ROOT, stdout=log.open("w"),
+                               stderr=subprocess.STDOUT, start_new_session=True,
+                               env=os.environ | CPU | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""))
+    return process, f"http://127.0.0.1:{port}"
+
+
+def ready(process: subprocess.Popen, url: str):
+    """Waits until a server answers."""
+    while True:
+        try:
+            if urllib.request.urlopen(f"{url}/health", timeout=10).status == 200:
+                return
+        except OSError:
+            pass
+        if process.poll() is not None:
+            sys.exit("a server of SGLang did not start")
+        time.sleep(0.5)
+
+
+@cache
+def steady() -> str:
+    """The address of a server that no fault is for; it is started once, and ends with this process."""
+    process, url = launch(Path(tempfile.mkstemp()[1]))
+    atexit.register(end, process)
+    ready(process, url)
+    return url
+
+
+def end(process: subprocess.Popen):
+    """Kills a server with all its processes, frozen ones, too."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+# ------------------------------------------------ answers ------------------------------------------------------------
+def spoiled(kind: str, body: bytes) -> bytes:
+    """What a broken server makes of an answer to `generate`."""
+    if kind == "no JSON":
+        return b"<html>Bad gateway</html>"
+    if kind == "half of the JSON":
+        return body[:len(body) // 2]
+    answer = json.loads(body)
+    tokens = answer["meta_info"]["output_token_logprobs"]
+    if kind == "no meta_info":
+        del answer["meta_info"]
+    elif kind == "no log-probs":
+        answer["meta_info"]["output_token_logprobs"] = [[None, *others] for _, *others in tokens]
+    else:
+        answer["meta_info"]["output_token_logprobs"] = tokens[:len(tokens) // 2 if kind == "half its tokens" else 0]
+    return json.dumps(answer).encode()
+
+
+class Proxy(BaseHTTPRequestHandler):
+    """Hands every request on, and every answer back; those to `generate` through spoil(body)."""
+
+    def __init__(self, target: str, spoil, *parts):
+        self.target, self.spoil = target, spoil
+        super().__init__(*parts)
+
+    def log_message(self, *parts):
+        """Says nothing."""
+
+    def do_POST(self):
+        """One request."""
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        request = urllib.request.Request(self.target + self.path, body or None, method=self.command,
+                                         headers={"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                status, text = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            status, text = error.code, error.read()
+        if self.path == "/generate" and status == 200:
+            text = self.spoil(text)
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST
