@@ -65,6 +65,7 @@ class Case:
     uncompared: tuple[str, ...] = ()                # metrics that may differ from it
     around: object = nothing                        # around(the folder it runs in), a context: more env, more flags
     patience: float = PATIENCE
+    processes: int = 2
 
 
 def injected(group: str, fault: str, instants, rank: int = 0, reference: str = "", uncompared=(), around=nothing,
@@ -115,7 +116,7 @@ def small_disk(folder: Path):
 
 
 # ------------------------------------------------ running -------------------------------------------------------------
-def start(target: list[str], folder: Path, flags: dict, env: dict, log: Path, processes: int = 2) -> subprocess.Popen:
+def start(target: list[str], folder: Path, flags: dict, env: dict, log: Path, processes: int) -> subprocess.Popen:
     """A run, in a group of processes of its own, all of which have FAULT_NOTE in their environment."""
     words = [str(word) for name, value in (FLAGS | flags | dict(output_dir=folder)).items()
              for word in (f"--{name}", value)]
@@ -238,7 +239,7 @@ class Laboratory:
             place = self.scratch / f"reference-{len(self.references)}"
             place.mkdir()
             target = ["-m", "bench.injected"] if env else ["train.py"]
-            if finished(start(target, place / "run", {}, env, place / "log"), place / "note"):
+            if finished(start(target, place / "run", {}, env, place / "log", 2), place / "note"):
                 sys.exit(f"a reference failed: {(place / 'log').read_text()[-2000:]}")
             self.references[key] = place / "run"
         return self.references[key]
@@ -254,7 +255,7 @@ class Laboratory:
         with case.around(disk) as (env, flags):
             if case.at == "start":
                 note.write_text(str(time.monotonic()))
-            process = start(target, run, case.flags | flags, case.env | env, place / "log")
+            process = start(target, run, case.flags | flags, case.env | env, place / "log", case.processes)
             try:
                 row = watch(process, run, note, case.patience)
                 time.sleep(5 if row["what"] != "hangs" else 0)
@@ -266,7 +267,7 @@ class Laboratory:
             code, log = 0, place / "log again"
             if row["what"] != "goes on" and not (run / "model").exists():
                 again = case.flags | flags | dict(resume="auto", wandb="off")
-                code = finished(start(["train.py"], run, again, env, log), note)
+                code = finished(start(["train.py"], run, again, env, log, case.processes), note)
             row["unequal"] = self.compare(case, row, run) if code == 0 else f"cannot go on: {said(place, log.name)}"
         shutil.rmtree(place)
         return dict(group=case.group, fault=case.fault, at=case.at) | row

@@ -42,6 +42,9 @@ def engine_cases() -> list[Case]:
             cases = injected("engine", "signal", ("rollout 1", "push 3", "evaluation 4"), 1, around=around,
                              FAULT_SIGNAL=how)
             found += [replace(case, fault=f"{place}, {how}") for case in cases]
+            if around is colocated:     # nobody else waits there
+                found += [replace(case, fault=f"{place}, {how}, one process", env=case.env | dict(FAULT_RANK="0"),
+                                  processes=1) for case in cases]
     for kind in SPOILED:
         for instants, count in ((("rollout 1", "rollout 3", "evaluation 4"), 1), (("rollout 3",), 10**9)):
             cases = injected("engine", "answers", instants, around=partial(spoiling, kind, count))
