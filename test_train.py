@@ -68,10 +68,12 @@ from tools import checks, grader, kernels, make_calculator, make_guesser, runlog
 from tools import plan as planner
 from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
+from tools.curve import grouped
 from tools.diagnose import Diagnosis
 from tools.gate import Gate, Scores
 from tools.inputs import (
-    JSON, UserError, check_prompts, find_model, find_tokenizer, load_rows, lost_contact, make_prompt, parse_flags)
+    JSON, UserError, check_prompts, find_model, find_tokenizer, load_rows, lost_contact, make_prompt, one_line,
+    parse_flags)
 from tools.judges import Judges
 from tools.markup import encode, encode_prompt
 from tools.packing import by_sample
@@ -1645,6 +1647,35 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path):
     assert not (tmp_path / "run/partial").exists() and not checkpoints(tmp_path / "run")
 
 
+def test_what_is_said_of_an_error():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB. GPU 0 has a total capacity of\nx")
+    said, code = one_line(error)
+    assert code == 1 and said.startswith("CUDA out of memory: lower --tokens_per_micro_batch") and "\n" not in said
+    assert one_line(UserError("a\nb")) == ("a b", 2) and one_line(ConnectionError("gone")) == ("gone", 2)
+    assert one_line(KeyError("x"))[0] == one_line(RuntimeError("x"))[0] == ""
+
+
+def test_torchrun_says_last_what_a_rank_died_of(tmp_path):
+    script = tmp_path / "dies.py"
+    script.write_text("import os, sys, time; sys.path.insert(0, '.'); import train\n"
+                      "class Dies(train.Trainer):\n"
+                      "    def learn(self, samples):\n"
+                      "        if os.environ['RANK'] == '1': raise KeyError('the cause')\n"
+                      "        return super().learn(samples)\n"
+                      "if __name__ == '__main__': train.main(trainer_class=Dies)\n")
+    done = run(script, *SMALL, "--output_dir", tmp_path / "run", processes=2)
+    assert done.returncode == 1 and "KeyError: 'the cause'" in done.stderr.partition("Root Cause")[2], done.stderr
+
+
+def test_the_curve_shows_as_habits_what_the_reward_function_measured(learned):
+    folder, _ = learned
+    names = {name for record in kills.kept(folder)["metrics"] for name in record} | {"eval_pass@4", "time_new"}
+    panels = grouped(names)
+    assert panels["reward"] == ["reward", "eval_score", "eval_pass@4"]
+    assert panels["habits"] == ["arithmetic", "goes_on_after_miss", "stops_after_hit", "verdicts"]
+    assert "staleness" not in panels
+
+
 def test_a_run_logs_offline_where_wandb_cannot_be_reached(tmp_path, monkeypatch, capsys):
     wandb = pytest.importorskip("wandb")
     asked = []
@@ -1878,7 +1909,8 @@ def test_an_answer_of_sglang_by_hand():
 @pytest.mark.parametrize("change", [
     {"output_token_logprobs": [[-0.5, 7, None]]}, {"output_token_logprobs": None}, {"output_token_logprobs": [7, 8]},
     {"output_token_logprobs": [["a", 7], [-1, 8]]}, {"finish_reason": None}, {"finish_reason": {}},
-    {"weight_versions": 3}, {"completion_tokens": None}, None])
+    {"weight_versions": 3}, {"weight_versions": [{"version": "4", "start": 1, "end": 3}]},
+    {"completion_tokens": None}, None])
 def test_a_malformed_answer_of_sglang_is_a_lost_connection(change):
     answer = {} if change is None else {"meta_info": ANSWER["meta_info"] | change}
     with pytest.raises(ConnectionError, match="SGLang's answer is malformed"):

@@ -724,8 +724,9 @@ class Trainer:
         size, prompts = self.config.eval_samples, list(enumerate(range(len(self.eval_data))))
         played = gather(self.act(self.eval_data, prompts, size, self.config.eval_temperature), self.mesh["dp"])
         check_failures(played, self.config.max_reward_failures)
-        scores = [sample.reward for sample in played]
-        return {"eval_score": fmean(scores)} | best_of([scores[i:i + size] for i in range(0, len(scores), size)])
+        scores, failed = [sample.reward for sample in played], sum(bool(sample.failure) for sample in played)
+        groups = [scores[i:i + size] for i in range(0, len(scores), size)]
+        return {"eval_score": fmean(scores), "eval_failures": failed} | best_of(groups)
 
     def step(self) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""

@@ -10,9 +10,12 @@ import itertools
 import json
 from pathlib import Path
 
-STANDARD = {"step", "reward", "eval_score", "loss", "entropy", "grad_norm", "clip_fraction", "logprob_diff",
-            "logprob_diff_max", "logprob_diff_exp", "gate_diff", "staleness", "staleness_max", "response_length",
-            "truncated", "tokens"}
+PANELS = {  # title: what it shows; the first also has eval_pass@k
+    "reward": ["reward", "eval_score"], "habits": [], "entropy": ["entropy"], "response length": ["response_length"],
+    "engine against actor": ["logprob_diff", "logprob_diff_max", "gate_diff"],
+    "staleness": ["staleness", "staleness_max"], "divergence": ["kl"], "critic": ["value", "explained_variance"]}
+NOT_SHOWN = {"step", "loss", "grad_norm", "clip_fraction", "logprob_diff_exp", "truncated", "tokens", "skipped", "idle",
+             "peak_gb", "rollout_tokens_per_s", "train_tokens_per_s", "mfu", "eval_failures", "value_loss"}
 
 
 def read(run: Path) -> list[dict]:
@@ -27,24 +30,30 @@ def draw(runs: list[Path], output: Path):
     except ImportError:
         return
     histories = {str(run): read(run) for run in runs}
-    names = {name for history in histories.values() for record in history for name in record}
-    habits = sorted(name for name in names - STANDARD if not name.startswith("time_"))
-    panels = [["reward", "eval_score"], habits, ["entropy"], ["response_length"],
-              ["logprob_diff", "logprob_diff_max", "gate_diff"], ["staleness", "staleness_max"]]
-    panels = [panel for panel in panels if names & set(panel)]
+    panels = grouped({name for history in histories.values() for record in history for name in record})
     figure = Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels):
+    for axes, (title, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
         for (run, history), style in zip(histories.items(), itertools.cycle(["-", "--", ":", "-."])):
             for color, name in enumerate(panel):
                 points = [(record["step"], record[name]) for record in history if name in record]
                 label = f"{run}: {name}" if len(histories) > 1 else name
                 steps, values = zip(*points) if points else ((), ())
-                axes.plot(steps, values, style, color=f"C{color}", label=label)
-        axes.set(xlabel="step", title=", ".join(panel) if len(panel) < 3 else "habits")
+                axes.plot(steps, values, style, color=f"C{color}", label=label, marker="." if len(points) < 3 else "")
+        axes.set(xlabel="step", title=title)
         axes.set_yscale("log" if panel[0] == "logprob_diff" else "linear")
         axes.legend(fontsize="x-small")
         axes.grid(alpha=0.3)
     figure.savefig(output, dpi=110)
+
+
+def grouped(names: set[str]) -> dict[str, list[str]]:
+    """Which of these metrics go into which panel; those that nobody here knows are the reward function's."""
+    known = NOT_SHOWN | {name for panel in PANELS.values() for name in panel}
+    best_of = sorted(name for name in names if name.startswith("eval_pass@"))
+    others = sorted(name for name in names - known if not name.startswith(("time_", "eval_pass@")))
+    panels = PANELS | {"reward": PANELS["reward"] + best_of, "habits": others}
+    panels = {title: [name for name in panel if name in names] for title, panel in panels.items()}
+    return {title: panel for title, panel in panels.items() if panel}
 
 
 def main():

@@ -184,6 +184,17 @@ def prompt_order(draw: int, rows: int, config) -> list[tuple[int, int]]:
     return [(place, orders[place // rows][place % rows]) for place in places]
 
 
+def one_line(error: Exception) -> tuple[str, int]:
+    """What to say of an error in place of a traceback, and the exit code; "" where only a traceback helps."""
+    if isinstance(error, UserError | ConnectionError | TimeoutError):
+        return str(error), 2
+    if isinstance(error, torch.OutOfMemoryError):
+        said, _, _ = brief(error).partition(". ")
+        return (f"{said}: lower --tokens_per_micro_batch or mem_fraction_static in --sglang_args, or take --offload "
+                "True; python -m tools.plan counts what fits"), 1
+    return lost_contact(error) if isinstance(error, RuntimeError) else "", 1
+
+
 def lost_contact(error: RuntimeError) -> str:
     """What a broken connection between ranks means, in one line; empty for any other error. gloo's have no type."""
     said = brief(error)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from tools.curve import draw
 from tools.diagnose import Diagnosis
-from tools.inputs import UserError, brief, lost_contact
+from tools.inputs import UserError, brief, lost_contact, one_line
 from tools.speed import hardware
 
 # In a step's line, in this order; the reward's own metrics follow.
@@ -39,17 +39,19 @@ def say(text: str):
 
 
 def end(message: str, code: int):
-    """Ends this process at once, with one line: a clean end would wait for ranks that wait for this one.
-
-    torchrun gets the line as well. It shows at the very end what the rank said that ended first.
-    """
+    """Ends this process at once, with one line: a clean end would wait for ranks that wait for this one."""
     print(f"train.py: {message}", file=sys.stderr, flush=True)
+    tell_torchrun(message)
+    os._exit(code)
+
+
+def tell_torchrun(message: str):
+    """torchrun shows at the very end what the rank said that failed first."""
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:
         said = dict(message=message, extraInfo=dict(timestamp=int(time.time())))
         with suppress(OSError):
             Path(report).write_text(json.dumps({"message": said}))
-    os._exit(code)
 
 
 @contextmanager
@@ -57,12 +59,13 @@ def one_line_errors():
     """Ends the process with one line for what a user can mend, or a lost connection; others keep their traceback."""
     try:
         yield
-    except (UserError, ConnectionError, TimeoutError, RuntimeError) as error:
-        message, code = (lost_contact(error), 1) if isinstance(error, RuntimeError) else (str(error), 2)
+    except Exception as error:
+        message, code = one_line(error)
         if not message:
+            tell_torchrun(f"{type(error).__name__}: {brief(error)}")
             raise
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if int(os.environ.get("LOCAL_RANK", 0)) > 0 or code == 1:
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0 or lost_contact(error):
             time.sleep(2)       # torchrun ends us once rank 0, or who broke the connection, has spoken: one line
         end(message, code)
 
@@ -108,8 +111,10 @@ class RunLog:
         shown = {name: format(record[name], form) for name, form in SHOWN.items() if name in record}
         shown |= {name: format(value, ".2f") for name, value in habits.items() if name not in shown}
         say(f"step {step} | " + " | ".join(f"{name} {text}" for name, text in shown.items()))
+        margin = " " * len(f"step {step}")
+        if record.get("eval_failures"):
+            say(f"{margin} | {record['eval_failures']} samples of the evaluation failed, and count as 0")
         if samples:
-            margin = " " * len(f"step {step}")
             say(f"{margin} | {speed_text(record)}")
             diagnosis = self.diagnosis(record, samples)
             if diagnosis:

@@ -66,6 +66,8 @@ def unpack(answer: dict, version: int) -> tuple[list[int], list[float], list[int
         for span in meta.get("weight_versions", []):    # servers: a push may come in the middle of a completion
             if span["version"].isdigit():
                 versions[span["start"]:span["end"]] = [int(span["version"])] * (span["end"] - span["start"])
+        if len(versions) != len(ids):
+            raise ValueError("weight_versions of more tokens than there are")
         return ids, logprobs, versions, meta["finish_reason"]["type"] == "length"
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ConnectionError(f"SGLang's answer is malformed: {error!r}; it was {str(answer)[:200]}") from error
@@ -109,7 +111,8 @@ class Colocated:
             import sglang
             gpu = dict(base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=True)
             cpu = dict(attention_backend="torch_native", sampling_backend="pytorch", grammar_backend="none",
-                       disable_cuda_graph=True, max_total_tokens=32768)     # what runs without CUDA's kernels
+                       disable_cuda_graph=True, max_total_tokens=32768,     # what runs without CUDA's kernels
+                       sleep_on_idle=True)                                  # else it takes a core from the trainer
             with deaf_children(), self.deadline("its start"):
                 self.engine = sglang.Engine(
                     model_path=path, dtype=config.dtype, device=config.device, tp_size=tp.size(), log_level="error",
