@@ -751,7 +751,8 @@ class Trainer:
                 played = sorted(gather(played, self.mesh["dp"]), key=lambda sample: sample.key)
                 self.stop.check()
             for group in (played[i:i + size] for i in range(0, len(played), size)):
-                teaches = not config.dynamic_sampling or len({sample.reward for sample in group}) > 1
+                rewards_found = {sample.reward for sample in without_failures(group)}
+                teaches = not config.dynamic_sampling or len(rewards_found) > 1
                 (chosen if teaches else others).extend(group)
             if len(chosen) >= len(played):
                 break

@@ -4,8 +4,9 @@
 
 Runs the trainer's own step, with a clock around each thing that is neither sampling nor a forward or backward pass:
 rewards, advantages, packing (with making tensors of it), exchanging samples between ranks, the push, and writing the
-log. A clock stops only for what it names, so the rewards, which are computed while others are still sampled, count in
-full. The gate is listed apart: it is a forward pass. Prints medians over the rounds, on rank 0.
+log. A clock stops only for what it names, so the rewards, which other processes compute while others are still sampled,
+count in full, and so does handing the samples over. The gate is listed apart: it is a forward pass. Prints medians over
+the rounds, on rank 0.
 """
 import statistics
 import tempfile
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 import train
 from bench.measure import options, show, write
+from tools.judges import Worker
 
 
 def clocked(spent: Counter, name: str, function):
@@ -45,6 +47,8 @@ def main():
         return exchange(items, mesh)
 
     train.gather = gather
+    Worker.send = clocked(spent, "rewards", Worker.send)
+    Worker.data_received = clocked(spent, "rewards", Worker.data_received)
     trainer.batches = clocked(spent, "packing", trainer.batches)
     trainer.compare = clocked(spent, "advantages", trainer.compare)
     trainer.engine.push = clocked(spent, "push", trainer.engine.push)
@@ -55,7 +59,7 @@ def main():
         metrics, samples = trainer.step()
         trainer.log.write(step, metrics, samples)
         total = time.perf_counter() - start
-        seconds = dict(spent) | {"rewards": metrics["time_reward"]}
+        seconds = dict(spent) | {"rewards": spent["rewards"] + metrics["time_reward"]}
         if step > 1:
             steps.append(total)
             shares.append({name: value / total for name, value in seconds.items()} | {

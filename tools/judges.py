@@ -60,8 +60,8 @@ class Worker(asyncio.Protocol):
                 future.set_exception(ConnectionError("the process that called reward_fn died"))
         self.open.clear()
 
-    async def ask(self, sample) -> tuple[float, dict]:
-        """The seconds it took, and what is to be set in the sample. Raises ConnectionError where the process dies."""
+    def send(self, sample) -> asyncio.Future:
+        """Its result: seconds, and what is to be set in the sample; ConnectionError where the process dies."""
         try:
             request = pickle.dumps(sample)
         except Exception as error:
@@ -70,7 +70,7 @@ class Worker(asyncio.Protocol):
         number = next(self.numbers)
         self.open[number] = asyncio.get_running_loop().create_future()
         self.transport.write(HEADER.pack(len(request), number) + request)
-        return await self.open[number]
+        return self.open[number]
 
     def kill(self):
         """Ends the process, and with it what is open there."""
@@ -135,7 +135,7 @@ class Judges:
         if self.in_a_row >= IN_A_ROW:
             raise ConnectionError(f"{self.said}, {IN_A_ROW} times in a row, so it was not called here")
         try:
-            seconds, verdict = await self.patience.wait(f"process {worker.pid}", worker.ask(sample))
+            seconds, verdict = await self.patience.wait(f"process {worker.pid}", worker.send(sample))
         except (ConnectionError, TimeoutError) as error:
             worker.kill()
             if alone:
