@@ -15,8 +15,7 @@ import uuid
 from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import active_children, resource_tracker
 from urllib.parse import urlsplit
 
 import torch
@@ -29,6 +28,7 @@ from tools.waits import Patience, deadline
 
 
 FRAME = ("begin_weight_update", "end_weight_update")
+START = 900             # seconds, at least, for SGLang to load a model and its kernels in
 
 
 def recent(version: str) -> bool:
@@ -113,7 +113,7 @@ class Colocated:
             cpu = dict(attention_backend="torch_native", sampling_backend="pytorch", grammar_backend="none",
                        disable_cuda_graph=True, max_total_tokens=32768,     # what runs without CUDA's kernels
                        sleep_on_idle=True)                                  # else it takes a core from the trainer
-            with deaf_children(), self.deadline("its start"):
+            with deaf_children(), self.deadline("its start", at_least=START):
                 self.engine = sglang.Engine(
                     model_path=path, dtype=config.dtype, device=config.device, tp_size=tp.size(), log_level="error",
                     skip_tokenizer_init=True, **(gpu if config.device == "cuda" else cpu) | config.sglang_args)
@@ -182,10 +182,15 @@ class Colocated:
         """Ends SGLang's processes."""
         self.ask("shutdown")
 
-    def deadline(self, what: str):
+    def deadline(self, what: str, at_least: float = 0.0):
         """Ends this rank, and so the run, when something of SGLang's takes too long."""
-        seconds = self.patience.seconds
-        return deadline(seconds, partial(end, f"SGLang: {what} took over {seconds:g} s (--engine_timeout)", code=1))
+        seconds = max(self.patience.seconds, at_least)
+
+        def late():
+            for child in active_children():     # those that are about to start would not hear of our end
+                child.kill()
+            end(f"SGLang: {what} took over {seconds:g} s (--engine_timeout)", code=1)
+        return deadline(seconds, late)
 
     def ask(self, method: str, *args, **options):
         """Calls SGLang from the rank that may. It returns its failures: this raises RuntimeError for them."""
