@@ -303,8 +303,8 @@ def main():
             if case.group in options.only and options.at in ("", case.at) and case.fault.startswith(options.fault):
                 rows.append(laboratory.run(case))
                 print(rows[-1], flush=True)
+                write(options.output, flags=FLAGS, patience=PATIENCE, rows=rows)
     show([row | dict(seconds=round(row["seconds"], 1), said=row["said"][:60]) for row in rows])
-    write(options.output, flags=FLAGS, patience=PATIENCE, rows=rows)
 
 
 if __name__ == "__main__":
