@@ -288,7 +288,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     groups = ("reward", "rank", "gradient", "disk", "clock", "wandb", "engine")
     parser.add_argument("--only", nargs="+", choices=groups, default=groups)
-    parser.add_argument("--fault", default="", help="those whose name begins so only")
+    parser.add_argument("--fault", nargs="+", default=[], help="these only, such as \"one of two servers, KILL\"")
     parser.add_argument("--at", default="", help="this instant only")
     parser.add_argument("--output", type=Path, default=ASSETS / "faults.json", help="where the table goes")
     options, rows = parser.parse_args(), []
@@ -300,7 +300,7 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         laboratory = Laboratory(Path(scratch))
         for case in chosen:
-            if case.group in options.only and options.at in ("", case.at) and case.fault.startswith(options.fault):
+            if case.group in options.only and options.at in ("", case.at) and case.fault in (options.fault or [case.fault]):
                 rows.append(laboratory.run(case))
                 print(rows[-1], flush=True)
                 write(options.output, flags=FLAGS, patience=PATIENCE, rows=rows)
