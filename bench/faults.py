@@ -300,7 +300,8 @@ def main():
     with tempfile.TemporaryDirectory() as scratch:
         laboratory = Laboratory(Path(scratch))
         for case in chosen:
-            if case.group in options.only and options.at in ("", case.at) and case.fault in (options.fault or [case.fault]):
+            named = case.fault in (options.fault or [case.fault])
+            if case.group in options.only and options.at in ("", case.at) and named:
                 rows.append(laboratory.run(case))
                 print(rows[-1], flush=True)
                 write(options.output, flags=FLAGS, patience=PATIENCE, rows=rows)
