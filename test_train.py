@@ -68,7 +68,7 @@ from tools import checks, grader, kernels, make_calculator, make_guesser, runlog
 from tools import plan as planner
 from tools import view
 from tools.checkpoint import checkpoints, flags_of, random_states, set_random_states
-from tools.curve import grouped
+from tools.curve import draw, grouped
 from tools.diagnose import Diagnosis
 from tools.gate import Gate, Scores
 from tools.inputs import (
@@ -1364,7 +1364,8 @@ def test_what_env_step_does_wrong_is_a_failure_of_its_sample():
 
 @pytest.mark.parametrize("flags, name", [
     (dict(engine="http://user:pass@host:1,http://host:2"), "--engine"),
-    (dict(engine="http://host:2,http://key@host:1"), "--engine"), (dict(model="https://me:pass@host/model"), "--model"),
+    (dict(engine="http://host:2,http://key@host:1"), "--engine"),
+    (dict(engine="http://me:pass@[bad"), "--engine"), (dict(model="https://me:pass@host/model"), "--model"),
     (dict(sglang_args=JSON(api_key="x")), "--sglang_args has api_key")])
 def test_a_secret_in_a_flag_is_refused_before_it_is_written(flags, name, monkeypatch):
     monkeypatch.setattr(checks, "find_spec", lambda name: True)
@@ -1415,7 +1416,8 @@ def test_a_reward_that_never_returns_or_dies_takes_nothing_along(tmp_path, worke
     samples = [json.loads(line) for line in (tmp_path / "run/samples.jsonl").read_text().splitlines()]
     failed = {tuple(sample["key"]): sample["failure"] for sample in samples if sample["failure"]}
     assert len(samples) == 32 and failed.keys() == {(2, 1), (3, 2), (5, 0)}
-    assert "silent for 5.5 s (--reward_timeout)" in failed[2, 1] and "died" in failed[3, 2] and "died" in failed[5, 0]
+    assert "silent for 5.5 s (--reward_timeout and 5 s more)" in failed[2, 1]
+    assert "died" in failed[3, 2] and "died" in failed[5, 0]
     assert all(sample["reward"] == sample["key"][1] % 2 for sample in samples if not sample["failure"])
 
 
@@ -1457,8 +1459,8 @@ def test_async_rewards_wait_side_by_side():
 
 
 def test_a_reward_that_always_hangs_is_not_called_for_ever():
-    samples = in_a_process(lambda sample: time.sleep(60), [replace(episode(2, []), key=(0, i)) for i in range(40)],
-                     reward_timeout=0.1)
+    samples = [replace(episode(2, []), key=(0, i)) for i in range(40)]
+    in_a_process(lambda sample: time.sleep(60), samples, reward_timeout=0.1)
     said = [sample.failure for sample in samples]
     assert all("took more than 0.1 s" in failure for failure in said)
     assert sum("5 times in a row, so it was not called here" in failure for failure in said) == 35
@@ -1471,7 +1473,7 @@ def test_what_cannot_be_sent_to_a_process_ends_in_one_line():
     assert in_a_process(lambda sample: 1.0, [sample], reward_workers=0) and sample.rewards == [1.0]
 
 
-@pytest.mark.parametrize("metrics", [{"a": "high"}, {"a": math.nan}, {"a": None}])
+@pytest.mark.parametrize("metrics", [{"a": "high"}, {"a": math.nan}, {"a": None}, {"a": torch.tensor(1.0)}])
 def test_metrics_that_are_no_numbers_are_a_failure(metrics):
     def reward_fn(sample):
         sample.metrics |= metrics
@@ -1479,6 +1481,40 @@ def test_metrics_that_are_no_numbers_are_a_failure(metrics):
 
     (sample,) = in_a_process(reward_fn, [episode(2, [])])
     assert "sample.metrics takes finite numbers" in sample.failure and sample.rewards == [0]
+
+
+def test_whatever_a_failing_reward_leaves_in_a_sample_comes_back():
+    def reward_fn(sample):
+        sample.metrics["number"], sample.metrics["text"] = np.float32(0.5), "high"
+        sample.steps = [0]
+        raise ValueError("it broke")
+
+    (sample,) = in_a_process(reward_fn, [episode(2, [])], reward_timeout=5)
+    assert "raised ValueError: it broke" in sample.failure and sample.metrics == {"number": 0.5}
+    assert sample.steps == [0, 0, 0] and sample.rewards == [0]
+
+
+def test_steps_may_be_numbers_of_any_library():
+    def reward_fn(sample):
+        sample.steps = np.array([0, 0, 1])
+        return [1.0, 2.0]
+
+    (sample,) = in_a_process(reward_fn, [episode(2, [])], reward_timeout=5)
+    assert (sample.steps, sample.rewards, sample.failure) == ([0, 0, 1], [1, 2], "")
+
+
+def test_a_reward_may_time_out_by_itself():
+    async def reward_fn(sample):
+        raise TimeoutError
+
+    (sample,) = in_a_process(reward_fn, [episode(2, [])])
+    assert "reward_fn raised TimeoutError" in sample.failure
+
+
+def test_without_the_process_that_forks_the_run_ends_in_one_line(monkeypatch):
+    monkeypatch.setattr("tools.judges.nurse", lambda *_: None)
+    with pytest.raises(UserError, match="are forked has ended"):
+        in_a_process(lambda sample: 1.0, [episode(2, [])])
 
 
 def test_steps_that_are_not_one_a_token_are_a_failure():
@@ -1667,13 +1703,16 @@ def test_torchrun_says_last_what_a_rank_died_of(tmp_path):
     assert done.returncode == 1 and "KeyError: 'the cause'" in done.stderr.partition("Root Cause")[2], done.stderr
 
 
-def test_the_curve_shows_as_habits_what_the_reward_function_measured(learned):
+def test_the_curve_shows_as_habits_what_the_reward_function_measured(tmp_path, learned):
     folder, _ = learned
     names = {name for record in kills.kept(folder)["metrics"] for name in record} | {"eval_pass@4", "time_new"}
     panels = grouped(names)
     assert panels["reward"] == ["reward", "eval_score", "eval_pass@4"]
     assert panels["habits"] == ["arithmetic", "goes_on_after_miss", "stops_after_hit", "verdicts"]
-    assert "staleness" not in panels
+    assert "staleness" not in panels and grouped(set()) == {}
+    (tmp_path / "metrics.jsonl").touch()
+    draw([tmp_path], tmp_path / "curve.png")        # a run that was stopped in its first step
+    assert not (tmp_path / "curve.png").exists()
 
 
 def test_a_run_logs_offline_where_wandb_cannot_be_reached(tmp_path, monkeypatch, capsys):

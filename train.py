@@ -169,7 +169,7 @@ class Config:
     resume: str = flag("", "checkpoint or run to go on from, with its flags; auto: the one in --output_dir, if any")
     reward_workers: int = flag(int(sys.platform == "linux"), "processes a rank for reward_fn; 0: the rank itself")
     reward_timeout: float = flag(60.0, "seconds for reward_fn, a sample, and for env_step, a turn")
-    max_reward_failures: float = flag(0.1, "share of a step's samples on which they may fail before the run ends")
+    max_reward_failures: float = flag(0.1, "share of a step's samples that may fail before the run ends")
     max_skipped_steps: int = flag(5, "steps in a row whose gradient may be not finite before the run ends")
     wandb: Literal["auto", "online", "offline", "off"] = flag("auto", "auto: online when logged in")
 
@@ -663,7 +663,7 @@ class Trainer:
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         self.judges = Judges(reward_fn, config)         # before there are threads, which a fork would lose
         self.mesh = init_distributed(config)
-        set_seed(config.seed + dist.get_rank())         # for an env_step that draws; training itself draws nothing
+        set_seed(config.seed + dist.get_rank())         # for an env_step that draws: training itself draws nothing
         path, context = find_model(config.model, self.mesh["tp"].size())
         self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
         check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
@@ -724,9 +724,10 @@ class Trainer:
         size, prompts = self.config.eval_samples, list(enumerate(range(len(self.eval_data))))
         played = gather(self.act(self.eval_data, prompts, size, self.config.eval_temperature), self.mesh["dp"])
         check_failures(played, self.config.max_reward_failures)
-        scores, failed = [sample.reward for sample in played], sum(bool(sample.failure) for sample in played)
+        failures = sum(bool(sample.failure) for sample in played)
+        scores = [0.0 if sample.failure else sample.reward for sample in played]
         groups = [scores[i:i + size] for i in range(0, len(scores), size)]
-        return {"eval_score": fmean(scores), "eval_failures": failed} | best_of(groups)
+        return {"eval_score": fmean(scores), "eval_failures": failures} | best_of(groups)
 
     def step(self) -> tuple[dict[str, float], list[Sample]]:
         """One step of GRPO. Returns metrics and samples of all ranks."""

@@ -1,8 +1,8 @@
 """What may not be in a configuration: numbers out of their range, and flags that would do nothing beside others."""
 import math
 import re
+import sys
 from importlib.util import find_spec
-from urllib.parse import urlsplit
 
 from tools.inputs import UserError
 
@@ -36,6 +36,8 @@ def check_config(config, given: set[str]):
                         f"--baseline {config.baseline} and --normalize {config.normalize}")
     if config.eval_only and not (config.eval_data and config.eval_every):
         raise UserError("--eval_only needs --eval_data, and an --eval_every above 0")
+    if config.reward_workers and sys.platform != "linux":
+        raise UserError("--reward_workers needs Linux; take 0")
     if config.eval_only and config.resume:
         raise UserError("--eval_only measures a --model; that of a checkpoint is the folder model/ in it")
     if config.engine not in ("sglang", "local") and not config.engine.startswith(("http://", "https://")):
@@ -69,7 +71,7 @@ def refuse_secrets(config):
     """Raises UserError for a secret in a flag: flags are written to config.json, to checkpoints and to wandb."""
     for name, value in vars(config).items():
         for url in value.split(",") if isinstance(value, str) and "://" in value else ():
-            if urlsplit(url).username or urlsplit(url).password:
+            if "@" in url.split("://", 1)[1].split("/")[0]:
                 raise UserError(f"--{name} has a user or a password in it, and flags are written down: let a proxy "
                                 "on this machine add them")
     for name in config.sglang_args:

@@ -24,13 +24,18 @@ def read(run: Path) -> list[dict]:
 
 
 def draw(runs: list[Path], output: Path):
-    """Lays the curves of runs over one another; without matplotlib it does nothing, as a curve is worth no crash."""
+    """Lays the curves of runs over one another.
+
+    Without matplotlib, or before a first step, it does nothing: a curve is worth no crash.
+    """
     try:
         from matplotlib.figure import Figure     # no pyplot: no window, no global state
     except ImportError:
         return
     histories = {str(run): read(run) for run in runs}
     panels = grouped({name for history in histories.values() for record in history for name in record})
+    if not panels:
+        return
     figure = Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
     for axes, (title, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
         for (run, history), style in zip(histories.items(), itertools.cycle(["-", "--", ":", "-."])):

@@ -203,8 +203,8 @@ def lost_contact(error: RuntimeError) -> str:
     detail = said.partition("] ")[2].split(". ")[0]
     if "connectFullMesh" in said:
         return f"the ranks cannot reach each other ({detail}); set GLOO_SOCKET_IFNAME to each machine's network device"
-    return f"another rank ended, or was silent for 3 times --engine_timeout ({detail}); see what it said, maybe on " \
-           "its own machine"
+    return (f"another rank ended, or was silent for 3 times --engine_timeout ({detail}); see what it said, maybe on "
+            "its own machine")
 
 
 def brief(error: Exception) -> str:

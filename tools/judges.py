@@ -1,10 +1,10 @@
 """Calls reward_fn in processes of their own: one that hangs, crashes or takes all memory leaves the trainer alone.
 
 Nothing within a process can end a C function that does not return, nor survive a crash. So each rank forks a nursery
-while it is small, before it has threads, connections or a GPU. The nursery forks the workers, and new ones for those
-that die. So reward_fn can be whatever Python can call; only samples are sent. A worker gets many samples at once, and
-judges them one by one, or side by side where reward_fn is async. When it dies, or says nothing for --reward_timeout and
-a little, each sample that was open there is judged again, in a process of its own, to find out whose fault it was.
+before it has a model, connections or a GPU. The nursery forks the workers, and new ones for those that die. So
+reward_fn can be whatever Python can call; only samples are sent. A worker gets many samples at once, and judges them
+one by one, or side by side where reward_fn is async. When it dies, or says nothing for --reward_timeout and a little,
+each sample that was open there is judged again, in a process of its own, to find out whose fault it was.
 Verdicts come back as JSON, so that a worker which a hostile text has taken over has no way into the trainer.
 """
 import asyncio
@@ -18,7 +18,7 @@ import socket
 import struct
 import sys
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 
@@ -30,7 +30,8 @@ from tools.sandbox import DEATH_SIGNAL, libc
 from tools.scoring import fail, judge
 from tools.waits import Patience
 
-HEADER = struct.Struct("QQ")        # before a sample: its length, its number
+HEADER = struct.Struct("QQ")                                # before a sample: its length, its number
+RETURNED = {"rewards", "metrics", "steps", "failure"}       # what a worker may set in a sample
 SLACK = 5.0             # seconds for a worker to say that reward_fn took too long, before it is killed
 IN_A_ROW = 5            # so many samples one after another that hang or kill, and what else is open is not tried
 
@@ -38,8 +39,10 @@ IN_A_ROW = 5            # so many samples one after another that hang or kill, a
 class Worker(asyncio.Protocol):
     """The trainer's end of a process that judges."""
 
-    def __init__(self, pid: int):
-        self.pid, self.numbers, self.open, self.unread = pid, count(), {}, b""
+    def __init__(self, pid: int, seconds: float):
+        self.pid, self.patience = pid, Patience(seconds, f"--reward_timeout and {SLACK:g} s more")
+        self.numbers, self.open = count(), {}       # the futures of samples that are open, by their numbers
+        self.unread = b""
 
     def connection_made(self, transport):
         """asyncio calls this first."""
@@ -48,10 +51,13 @@ class Worker(asyncio.Protocol):
     def data_received(self, data: bytes):
         """Verdicts come as lines, maybe in pieces."""
         *lines, self.unread = (self.unread + data).split(b"\n")
-        for number, seconds, verdict in map(json.loads, lines):
-            future = self.open.pop(number)
-            if not future.done():
-                future.set_result((seconds, verdict))
+        try:
+            for number, seconds, verdict in map(json.loads, lines):
+                future = self.open.pop(number)
+                if not future.done():
+                    future.set_result((seconds, {name: verdict[name] for name in RETURNED if name in verdict}))
+        except (ValueError, TypeError, LookupError):        # reward_fn got hold of the connection
+            self.kill()
 
     def connection_lost(self, error):
         """The process is dead."""
@@ -75,7 +81,8 @@ class Worker(asyncio.Protocol):
     def kill(self):
         """Ends the process, and with it what is open there."""
         if not self.transport.is_closing():
-            os.kill(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):      # it may have died just now
+                os.kill(self.pid, signal.SIGKILL)
             self.transport.abort()
 
 
@@ -85,11 +92,13 @@ class Judges:
     def __init__(self, reward_fn, config):
         self.judge_here = partial(judge, reward_fn=reward_fn, seconds=config.reward_timeout)
         self.blocks = not inspect.iscoroutinefunction(reward_fn)
-        self.count, self.limit, self.workers = config.reward_workers, config.reward_timeout, []
-        self.patience = Patience(self.limit + SLACK, "--reward_timeout")
+        self.wanted, self.workers = config.reward_workers, []
+        self.limit = config.reward_timeout
         self.starting, self.alone = asyncio.Lock(), asyncio.Lock()
-        self.asked = self.in_a_row = 0      # samples that are open; that hung or killed, one after another
-        if self.count:
+        self.asked = 0          # samples that are open
+        self.in_a_row = 0       # samples that hung or killed, one after another
+        self.last = ""          # what the last of those did
+        if self.wanted:
             self.nursery, theirs = socket.socketpair()
             sys.stdout.flush()
             if os.fork() == 0:
@@ -103,7 +112,7 @@ class Judges:
 
         Where it fails, dies, or takes longer than --reward_timeout, sample.failure says why, and the rewards are 0.
         """
-        if not self.count:
+        if not self.wanted:
             return await self.judge_here(sample)
         try:
             seconds, verdict = await self.verdict(sample)
@@ -120,6 +129,8 @@ class Judges:
             return await self.ask(await self.free_worker(), sample)
         except (ConnectionError, TimeoutError):
             async with self.alone:
+                if self.in_a_row >= IN_A_ROW:
+                    raise ConnectionError(f"{self.last}, {IN_A_ROW} times in a row, so it was not called here")
                 worker = await self.start()
                 try:
                     return await self.ask(worker, sample, alone=True)
@@ -132,18 +143,20 @@ class Judges:
 
     async def ask(self, worker: Worker, sample, alone: bool = False) -> tuple[float, dict]:
         """One sample to one worker, which is killed where it says nothing for too long."""
-        if self.in_a_row >= IN_A_ROW:
-            raise ConnectionError(f"{self.said}, {IN_A_ROW} times in a row, so it was not called here")
         try:
-            seconds, verdict = await self.patience.wait(f"process {worker.pid}", worker.send(sample))
+            seconds, verdict = await worker.patience.wait("its process", worker.send(sample))
         except (ConnectionError, TimeoutError) as error:
             worker.kill()
             if alone:
-                self.in_a_row, self.said = self.in_a_row + 1, str(error)
+                self.in_a_row += 1
+                self.last = str(error)
             raise
-        late = self.blocks and seconds > self.limit
-        self.in_a_row, self.said = self.in_a_row + 1 if late else 0, f"it took more than {self.limit:g} s"
-        if self.in_a_row == IN_A_ROW:
+        if self.blocks and seconds > self.limit:
+            self.in_a_row += 1
+            self.last = f"it took more than {self.limit:g} s"
+        else:
+            self.in_a_row = 0
+        if self.in_a_row >= IN_A_ROW:
             for busy in self.workers:       # or each sample that is open might hang as long
                 busy.kill()
         return seconds, verdict
@@ -152,19 +165,23 @@ class Judges:
         """The one that has the fewest samples open."""
         async with self.starting:
             self.workers = [worker for worker in self.workers if not worker.transport.is_closing()]
-            while len(self.workers) < self.count:
+            while len(self.workers) < self.wanted:
                 self.workers.append(await self.start())
         return min(self.workers, key=lambda worker: len(worker.open))
 
     async def start(self) -> Worker:
         """A new one, from the nursery."""
         mine, theirs = socket.socketpair()
-        socket.send_fds(self.nursery, [b"."], [theirs.fileno()])
+        try:
+            socket.send_fds(self.nursery, [b"."], [theirs.fileno()])
+            pid = int.from_bytes(self.nursery.recv(4), "big")
+        except ConnectionError:
+            pid = 0
         theirs.close()
-        pid = int.from_bytes(self.nursery.recv(4), "big")
         if not pid:
-            raise UserError("the process from which those for reward_fn are forked was killed")
-        _, worker = await asyncio.get_running_loop().create_unix_connection(lambda: Worker(pid), sock=mine)
+            raise UserError("the process from which those for reward_fn are forked has ended; take --reward_workers 0")
+        _, worker = await asyncio.get_running_loop().create_unix_connection(
+            lambda: Worker(pid, self.limit + SLACK), sock=mine)
         return worker
 
 
@@ -186,12 +203,12 @@ def nurse(control: socket.socket, judge_here, seed: int):
     """Forks a worker for each connection that it gets, until the trainer ends."""
     os.setsid()         # signals from a terminal, or from torchrun, are the trainer's matter
     libc.prctl(DEATH_SIGNAL, signal.SIGKILL)
-    with open("/proc/self/oom_score_adj", "w") as file:
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")                              # where memory runs out, the kernel ends these processes first
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)       # nobody waits for workers
     while True:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)   # nobody waits for workers
         message, connections, *_ = socket.recv_fds(control, 1, 1)
         if not message:
             return
@@ -219,8 +236,8 @@ async def serve(connection: socket.socket, judge_here, seed: int):
         before = list(sample.steps)
         draw_anew(hash((seed, *sample.key)))
         seconds = await judge_here(sample)
-        changed = [] if sample.steps == before else ["steps"]
-        verdict = {name: getattr(sample, name) for name in ("rewards", "metrics", "failure", *changed)}
+        changed = RETURNED if sample.steps != before else RETURNED - {"steps"}
+        verdict = {name: getattr(sample, name) for name in changed}
         writer.write(json.dumps([number, seconds, verdict]).encode() + b"\n")
         sys.stdout.flush()      # what reward_fn printed, as a process that is killed does not
 
@@ -233,7 +250,7 @@ async def serve(connection: socket.socket, judge_here, seed: int):
 
 
 def draw_anew(seed: int):
-    """What a reward_fn draws hangs on the run's seed and the sample alone."""
+    """What reward_fn draws hangs on the run's seed and the sample alone, unless it is async and others draw between."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**63)

@@ -17,10 +17,11 @@ async def ask(env_step, sample, seconds: float) -> str | None:
 
     Where it fails, or takes longer than that, sample.failure says why, and the episode ends.
     """
+    start = time.perf_counter()
     try:
         reply = await asyncio.wait_for(env_step(sample), seconds) if env_step else None
     except Exception as error:
-        sample.failure = f"env_step {what_happened(error, seconds)}; the row was {sample.row}"
+        sample.failure = f"env_step {what_happened(error, start, seconds)}; the row was {sample.row}"
         return None
     if not isinstance(reply, str | None):
         sample.failure = f"env_step must return a text or None, not {reply!r}; the row was {sample.row}"
@@ -33,9 +34,9 @@ def too_late():
     raise TimeoutError
 
 
-def what_happened(error: Exception, seconds: float) -> str:
-    """The end of a sentence on a function of the user's."""
-    if isinstance(error, TimeoutError) and not str(error):
+def what_happened(error: Exception, start: float, seconds: float) -> str:
+    """The end of a sentence on a function of the user's that was called at `start`, and had so long."""
+    if isinstance(error, TimeoutError) and time.perf_counter() - start >= seconds:
         return f"took more than {seconds:g} s (--reward_timeout)"
     return f"raised {type(error).__name__}: {error}"
 
@@ -45,17 +46,20 @@ async def judge(sample, reward_fn, seconds: float) -> float:
 
     Where reward_fn fails, or takes longer than `seconds`, the rewards are 0 and sample.failure says why.
     """
-    start = time.perf_counter()
+    start, steps = time.perf_counter(), list(sample.steps)
     try:
         sample.rewards = await score(sample, reward_fn, seconds)
     except UserError as error:
+        sample.steps = steps            # whatever reward_fn made of them
+        sample.metrics = {name: float(value) for name, value in sample.metrics.items() if is_finite(value)}
         fail(sample, str(error))
     return time.perf_counter() - start
 
 
 def fail(sample, why: str):
     """Marks a sample as one that has no rewards, for the first reason that came up."""
-    sample.failure, sample.rewards = sample.failure or why, [0.0] * count_steps(sample)
+    sample.failure = sample.failure or why
+    sample.rewards = [0.0] * count_steps(sample)
 
 
 def check_turn(ids: list[int], logprobs: list[float], versions: list[int]) -> str:
@@ -95,13 +99,15 @@ def count_steps(sample) -> int:
 
 async def score(sample, reward_fn, seconds: float = 60.0) -> list[float]:
     """The rewards, one a step; a single number is the last step's. Raises UserError for anything else."""
+    start = time.perf_counter()
     try:
         with deadline(seconds, too_late):
             found = reward_fn(sample)
         if inspect.isawaitable(found):
             found = await asyncio.wait_for(found, seconds)
+        sample.steps = list(map(int, sample.steps))     # of whichever library its numbers are
     except Exception as error:
-        raise UserError(f"reward_fn {what_happened(error, seconds)}; the row was {sample.row}") from error
+        raise UserError(f"reward_fn {what_happened(error, start, seconds)}; the row was {sample.row}") from error
     if len(sample.steps) != len(sample.ids):
         raise UserError(f"reward_fn made {len(sample.steps)} of sample.steps for {len(sample.ids)} tokens")
     steps = count_steps(sample)

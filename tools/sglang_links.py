@@ -111,8 +111,7 @@ class Colocated:
             import sglang
             gpu = dict(base_gpu_id=int(os.environ.get("LOCAL_RANK", 0)), enable_memory_saver=True)
             cpu = dict(attention_backend="torch_native", sampling_backend="pytorch", grammar_backend="none",
-                       disable_cuda_graph=True, max_total_tokens=32768,     # what runs without CUDA's kernels
-                       sleep_on_idle=True)                                  # else it takes a core from the trainer
+                       disable_cuda_graph=True, max_total_tokens=32768)     # what runs without CUDA's kernels
             with deaf_children(), self.deadline("its start", at_least=START):
                 self.engine = sglang.Engine(
                     model_path=path, dtype=config.dtype, device=config.device, tp_size=tp.size(), log_level="error",
@@ -189,7 +188,7 @@ class Colocated:
         def late():
             for child in active_children():     # those that are about to start would not hear of our end
                 child.kill()
-            end(f"SGLang: {what} took over {seconds:g} s (--engine_timeout)", code=1)
+            end(f"SGLang: {what} took over {seconds:g} s", code=1)
         return deadline(seconds, late)
 
     def ask(self, method: str, *args, **options):
@@ -304,7 +303,7 @@ class Servers:
 
         async def call():
             async with self.session.request(method, f"{server}/{path}", json=payload) as response:
-                return response.status, await response.text()
+                return response.status, await response.text(errors="replace")
         try:
             status, text = await self.patience.wait(server, call())
         except aiohttp.ClientError as error:

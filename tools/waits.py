@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def deadline(seconds: float, late):
-    """Calls late() once a block has taken so long, in Python or in a wait; in a thread of its own never."""
+    """Calls late() once a block has taken so long, in Python or in a wait; only in the main thread, elsewhere never."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -23,7 +23,7 @@ def deadline(seconds: float, late):
 
 
 class Patience:
-    """Waits for answers; who stays silent for `seconds` while somebody waits, none of his answers coming, is dead.
+    """Waits for answers. Whoever gives none for `seconds`, though somebody waits for one, counts as dead.
 
     So a long queue is no reason to give up, and one request may take longer than that as long as others return.
     """
@@ -39,7 +39,7 @@ class Patience:
         task.add_done_callback(self.tasks[name].discard)
         while not task.done():
             left = max(start, self.heard[name]) + self.seconds - time.monotonic()
-            await asyncio.wait({task}, timeout=max(left, 0))        # at least once: we may be the one who slept
+            await asyncio.wait({task}, timeout=max(left, 0))        # at least once: the loop itself may have been busy
             if left <= 0 and not task.done():
                 task.cancel()
                 raise TimeoutError(f"{name} was silent for {self.seconds:g} s ({self.flag})")
