@@ -2028,6 +2028,47 @@ def test_the_death_of_a_colocated_sglang_ends_the_run(tmp_path):
     assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
 
+STARTING = """
+import multiprocessing, os, signal, sys, time
+sys.path.insert(0, ".")
+from tools.sglang_links import deaf_children
+
+def sleep():
+    time.sleep(60)
+
+if __name__ == "__main__":
+    if sys.argv[1] == "during":
+        with deaf_children():
+            multiprocessing.get_context("spawn").Process(target=sleep).start()
+            print("started", flush=True)
+            time.sleep(60)
+    with deaf_children():
+        child = multiprocessing.get_context("spawn").Process(target=sleep, daemon=True)
+        child.start()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(child.pid, number)
+    child.join(3)
+    print("alive", child.is_alive(), flush=True)
+    child.kill()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+"""
+
+
+def test_children_are_deaf_to_signals_but_not_when_they_end_us(tmp_path):
+    script = tmp_path / "starts.py"
+    script.write_text(STARTING)
+    done = subprocess.run([sys.executable, script, "after"], cwd=HERE, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stdout == "alive True\n" and done.returncode == -signal.SIGTERM, done.stderr
+    process = subprocess.Popen([sys.executable, script, "during"], cwd=HERE, env=ENVIRONMENT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"started\n"
+    family = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()         # while the child is still importing
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+
+
 @sglang
 def test_sglang_outlives_the_signal_that_ends_a_run(tmp_path):
     log = (tmp_path / "log").open("w+")

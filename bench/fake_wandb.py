@@ -1,4 +1,7 @@
-"""Servers of wandb that cannot be reached, for bench.faults: contexts of more environment and more flags."""
+"""Servers of wandb that fail, for bench.faults: closed, silent, or lost in the middle.
+
+Each is a context that gives more environment and more flags.
+"""
 import gzip
 import json
 import socket

@@ -1,6 +1,6 @@
 """What becomes of a run into which a fault is injected? Each fault at three instants, and then: is anything lost?
 
-    python -m bench.faults [--only reward rank gradient disk clock wandb engine] [--at "update 3"]
+    python -m bench.faults [--only reward rank gradient disk clock wandb engine] [--fault NAME ...] [--at "update 3"]
 
 A run is six steps of the embedded model by two processes, with two optimiser steps each, an evaluation every other
 step and a checkpoint after each. bench.injected has the faults that strike within the processes, at an instant such as
@@ -176,7 +176,9 @@ def watch(process: subprocess.Popen, folder: Path, note: Path, patience: float) 
         if time.monotonic() - max(moved, struck or began) > patience:
             return dict(what="hangs", seconds=time.monotonic() - (struck or began))
         time.sleep(0.02)
-    struck = float(note.read_text()) if note.exists() else began
+    if not note.exists():
+        return dict(what="never struck", seconds=time.monotonic() - began)
+    struck = float(note.read_text())
     if process.returncode == 0:
         return dict(what="goes on", seconds=(went_on or time.monotonic()) - struck)
     return dict(what=f"ends, code {process.returncode}", seconds=time.monotonic() - struck)
@@ -305,6 +307,8 @@ def main():
                 rows.append(laboratory.run(case))
                 print(rows[-1], flush=True)
                 write(options.output, flags=FLAGS, patience=PATIENCE, rows=rows)
+    if not rows:
+        parser.error("no such fault")
     show([row | dict(seconds=round(row["seconds"], 1), said=row["said"][:60]) for row in rows])
 
 

@@ -42,7 +42,7 @@ def engine_cases() -> list[Case]:
             cases = injected("engine", "signal", ("rollout 1", "push 3", "evaluation 4"), 1, around=around,
                              FAULT_SIGNAL=how)
             found += [replace(case, fault=f"{place}, {how}") for case in cases]
-            if around is colocated:     # nobody else waits there
+            if around is colocated:     # with one process, no other rank is there to notice
                 found += [replace(case, fault=f"{place}, {how}, one process", env=case.env | dict(FAULT_RANK="0"),
                                   processes=1) for case in cases]
     for kind in SPOILED:

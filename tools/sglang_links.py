@@ -16,6 +16,7 @@ from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import active_children, resource_tracker
+from multiprocessing.process import BaseProcess
 from urllib.parse import urlsplit
 
 import torch
@@ -88,16 +89,38 @@ def leave_torchrun():
 
 @contextmanager
 def deaf_children():
-    """Processes started in here never hear of SIGTERM and SIGINT; we do, afterwards.
+    """Processes that are started in here never hear of SIGTERM and SIGINT. One that ends us meanwhile ends them, too.
 
     torchrun, or a terminal, sends those to SGLang's processes as well, while a run that is to end still needs them.
     """
-    resource_tracker.ensure_running()       # Python's own helper, whose start would undo the next line
-    older = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})   # children inherit the mask
+    start, ends = BaseProcess.start, (signal.SIGTERM, signal.SIGINT)
+
+    def start_deaf(process):
+        older = signal.pthread_sigmask(signal.SIG_BLOCK, ends)      # a child inherits the mask
+        try:
+            start(process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, older)
+
+    def leave(number, frame):
+        kill_children()
+        os._exit(128 + number)
+
+    resource_tracker.ensure_running()       # Python's own helper, whose start would undo the mask
+    BaseProcess.start = start_deaf
+    older = {number: signal.signal(number, leave) for number in ends}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, older)
+        BaseProcess.start = start
+        for number, handler in older.items():
+            signal.signal(number, handler)
+
+
+def kill_children():
+    """Those that are about to start do not watch yet whether we live."""
+    for child in active_children():
+        child.kill()
 
 
 class Colocated:
@@ -186,8 +209,7 @@ class Colocated:
         seconds = max(self.patience.seconds, at_least)
 
         def late():
-            for child in active_children():     # those that are about to start would not hear of our end
-                child.kill()
+            kill_children()
             end(f"SGLang: {what} took over {seconds:g} s", code=1)
         return deadline(seconds, late)
 
