@@ -757,6 +757,7 @@ class Trainer:
                 (chosen if teaches else others).extend(group)
             if len(chosen) >= len(played):
                 break
+            check_failures(played, config.max_reward_failures)      # now: groups that are drawn anew leave no trace
         return (chosen + others)[:len(played)]
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
