@@ -663,7 +663,6 @@ class Trainer:
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         self.judges = Judges(reward_fn, config)         # before there are threads, which a fork would lose
         self.mesh = init_distributed(config)
-        set_seed(config.seed + dist.get_rank())         # for an env_step that draws: training itself draws nothing
         path, context = find_model(config.model, self.mesh["tp"].size())
         self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
         check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
@@ -674,6 +673,7 @@ class Trainer:
         self.actor = Actor(path, self.mesh, config, self.engine.vocab_size)
         self.reference = Policy(path, self.mesh, config, self.engine.vocab_size) if config.kl_coef else None
         self.learners = {"actor": self.actor}           # what a checkpoint holds
+        set_seed(config.seed + dist.get_rank())         # for an env_step that draws; not sooner: SGLang draws its ports
         probe = Probe(self, rollout, make_batch)
         self.gate = Gate(config, self.actor.model.config.tie_word_embeddings, probe.play, probe.score)
         self.log = RunLog(asdict(config), __file__, self.tokenizer, len(self.data), dist.get_rank() == 0,

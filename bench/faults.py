@@ -188,7 +188,8 @@ def said(folder: Path, log: str = "log") -> str:
     """What a run said of its fault."""
     text = (folder / log).read_text()
     matches = filter(None, (re.search(pattern, text, re.MULTILINE) for pattern in SAYS_SO))
-    return next((match.group().strip(" |") for match in matches), "")
+    said = next((match.group().strip(" |") for match in matches), "")
+    return said.replace(str(folder / "disk/run"), "RUN")
 
 
 def disorder(folder: Path) -> list[int]:
@@ -294,6 +295,7 @@ def main():
     parser.add_argument("--at", default="", help="this instant only")
     parser.add_argument("--output", type=Path, default=ASSETS / "faults.json", help="where the table goes")
     options, rows = parser.parse_args(), []
+    flags = {name: str(value).replace(f"{ASSETS}/", "assets/") for name, value in FLAGS.items()}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))       # cleans up, as Ctrl-C does
     chosen = cases()
     if "engine" in options.only:
@@ -306,7 +308,7 @@ def main():
             if case.group in options.only and options.at in ("", case.at) and named:
                 rows.append(laboratory.run(case))
                 print(rows[-1], flush=True)
-                write(options.output, flags=FLAGS, patience=PATIENCE, rows=rows)
+                write(options.output, flags=flags, patience=PATIENCE, rows=rows)
     if not rows:
         parser.error("no such fault")
     show([row | dict(seconds=round(row["seconds"], 1), said=row["said"][:60]) for row in rows])
