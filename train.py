@@ -639,9 +639,9 @@ class SGLangEngine:
 
         SGLang heeds the seed in its deterministic mode only: --sglang_args '{"enable_deterministic_inference": true}'.
         """
-        return await self.link.generate(self.version, input_ids=ids, return_logprob=True, sampling_params=self.sampling
-                                        | dict(temperature=temperature, sampling_seed=seed,
-                                               max_new_tokens=limit or self.config.max_new_tokens))
+        sampling = self.sampling | dict(temperature=temperature, sampling_seed=seed,
+                                        max_new_tokens=limit or self.config.max_new_tokens)
+        return await self.link.generate(self.version, input_ids=ids, return_logprob=True, sampling_params=sampling)
 
     def push(self, weights: Iterable[list[tuple[str, torch.Tensor]]]):
         """Wakes SGLang up with new weights, whole ones bucket by bucket; all ranks call it together."""
