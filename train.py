@@ -1,265 +1,224 @@
 """GRPO in one file: train a Qwen model by reinforcement learning with verifiable rewards.
 
-Each step samples a group of G completions of every prompt, rewards each with a number r, and raises the probability of
-those that beat their own group (DeepSeekMath, arXiv:2402.03300):
+Every step samples a group of G completions per prompt, scores each with reward_fn, and raises the
+probability of those that beat their own group (DeepSeekMath, arXiv:2402.03300):
 
-    A_i    = (r_i - mean(r_1..r_G)) / std(r_1..r_G)                       one advantage a completion, no critic
-    rho_t  = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)                    one ratio a token
-    loss   = - sum_t w_t min(rho_t A, clip(rho_t, 1 - low, 1 + high) A)   w_t: how --algo weighs a token
+    A_i   = (r_i - mean(r_1..r_G)) / std(r_1..r_G)              one advantage per completion, no critic
+    rho_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)           one importance ratio per token
+    loss  = - 1/B sum_i 1/|o_i| sum_t min(rho_t A_i, clip(rho_t, 1 - low, 1 + high) A_i)
 
-Unlike the paper, on purpose: no KL term and no reference model unless asked for; sampling by the newest weights, which
-are pushed into the engine after every step; counts over all ranks in w_t, so that no split changes a gradient.
+Deviations from the paper: no KL term unless --kl_coef is set; the engine gets the new weights after every
+step, so sampling is on-policy; averages are over all ranks, so that no split of the work changes a gradient.
 
-    torchrun --standalone --nproc_per_node=4 train.py             # four GPUs: Qwen2.5-3B-Instruct learns countdown
-    torchrun --standalone --nproc_per_node=2 train.py             # no GPU: a tiny Qwen learns it within three minutes
-    torchrun --standalone --nproc_per_node=4 train.py --model Qwen/Qwen3-1.7B --data openai/gsm8k/main --algo dr_grpo
+    torchrun --standalone --nproc_per_node=4 train.py    # 4 GPUs: Qwen2.5-3B-Instruct learns countdown
+    torchrun --standalone --nproc_per_node=2 train.py    # no GPU: a tiny Qwen learns it within a minute
+    torchrun --standalone --nproc_per_node=4 train.py --model Qwen/Qwen3-1.7B --data openai/gsm8k/main
 
-Part I is the algorithm; for a task of your own edit `__getitem__` and `reward_fn` in section 2. Part II is the machine:
-skip it on a first reading. Part III is the loop, and the place to start.
-Sizes have one letter everywhere: B sequences, G completions a prompt, T tokens, N trained tokens, V vocabulary.
+Part I is the algorithm; for a task of your own, edit `__getitem__` and `reward_fn` in section 2. Part II is
+the machine: skip it on a first reading. Part III is the loop: start there.
+Sizes: B samples, G completions per prompt, T tokens, N trained tokens, H hidden size, V vocabulary.
 """
-import math
+
+import asyncio
+import importlib.util
+import json
+import os
+import shutil
 import sys
-from collections import Counter
-from collections.abc import Iterable, Iterator
+import time
+import traceback
+from collections import defaultdict
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean
+from types import SimpleNamespace as Batch
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import wandb
 from accelerate import init_empty_weights
-from torch.distributed.device_mesh import DeviceMesh
+from datasets import ReadInstruction, load_dataset
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Replicate, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, parallel
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 from tqdm.asyncio import tqdm
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, get_scheduler, set_seed
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.hf_argparser import HfArg, HfArgumentParser
 
 import rewards
-from local_engine import LocalEngine
-from tools.checkpoint import find_run, flags_of, load_checkpoint, random_states, save_checkpoint, save_model
-from tools.checks import check_config
-from tools.gate import Gate, Probe
-from tools.inputs import (JSON, UserError, check_prompts, find_model, find_tokenizer, flag, load_rows, make_prompt,
-                          parse_flags, prompt_order)
-from tools.judges import Judges
-from tools.kernels import HeadLogprobs, packed_attention
-from tools.markup import encode, encode_prompt
-from tools.packing import by_sample, hand_back, laid_out, lay_out, pack, per_sample
-from tools.ranks import Stop, Stopped, gather, init_distributed, reduce
-from tools.runlog import RunLog, one_line_errors
-from tools.scoring import ask, best_of, check_failures, check_skipped, check_turn, without_failures
-from tools.sglang_links import Colocated, Servers, run
-from tools.speed import Stopwatch, speed, update_metrics
-from tools.weights import export, move, whole_weights
+
+sys.modules.setdefault("train", sys.modules[__name__])  # `import train` in an extra finds the running module
 
 
-# ================================================ Part I: the algorithm ===============================================
-# ------------------------------------------------ 1. Config -----------------------------------------------------------
-# Rows for --algo. r_i is the return of completion o_i (with gamma = 1 its reward), G its group, B all the completions
-# of an optimiser step, rho_t the ratio of a token, clip() its bounds. Each column is a flag, too, with a function each.
-ALGORITHMS = {
-    # GRPO, arXiv:2402.03300 eq. 3 and sec. 4.1.2: A = (r_i - mean_G r) / std_G r;
-    #   1/B sum_i 1/|o_i| sum_t min(rho_t A, clip(rho_t) A)
-    "grpo": dict(baseline="mean", normalize="group", ratio="token", surrogate="clip", aggregation="sequence"),
-    # Dr. GRPO, arXiv:2503.20783 sec. 3.2: A = r_i - mean_G r;  1/B sum_i 1/max_new_tokens sum_t (the same)
-    "dr_grpo": dict(baseline="mean", normalize="none", ratio="token", surrogate="clip", aggregation="constant"),
-    # DAPO, arXiv:2503.14476 eq. 8: 1/(sum_i |o_i|) sum_i sum_t (the same), clip-higher; eq. 11: groups without signal
-    #   are sampled anew; eq. 13: r_i falls over the last fifth of max_new_tokens; sec. 3.4: what was cut off is masked
-    "dapo": dict(baseline="mean", normalize="group", ratio="token", surrogate="clip", aggregation="token",
-                 dynamic_sampling=4, overlong_buffer=0.2, mask_truncated=True),
-    # GSPO, arXiv:2507.18071 eq. 5 and 7: rho = (pi(o_i) / pi_old(o_i))^(1/|o_i|), one for all tokens of o_i
-    "gspo": dict(baseline="mean", normalize="group", ratio="sequence", surrogate="clip", aggregation="sequence",
-                 clip_low=3e-4, clip_high=4e-4),
-    # CISPO, arXiv:2506.13585 eq. 4 and 5: 1/(sum_i |o_i|) sum_i sum_t stop_gradient(clip(rho_t)) A log pi(o_t)
-    "cispo": dict(baseline="mean", normalize="group", ratio="token", surrogate="cispo", aggregation="token",
-                  clip_low=1.0, clip_high=4.0),
-    # RLOO, arXiv:2402.14740 eq. 8: A = r_i - mean of the other G - 1; a completion is one action, so the sum over t
-    "rloo": dict(baseline="leave_one_out", normalize="none", ratio="token", surrogate="clip", aggregation="constant"),
-    # REINFORCE++, arXiv:2501.03262 sec. 3: A_t = r_i - kl_coef sum_{s >= t} kl_s, centred and scaled over all tokens
-    "reinforce_pp": dict(baseline="none", normalize="tokens", ratio="token", surrogate="clip", aggregation="token",
-                         kl_in="reward", kl_estimator="k1"),
-    # REINFORCE with return batch normalisation, GEM, arXiv:2510.01051: G_k = r_k + gamma G_k+1 for each turn k,
-    #   A = (G_k - mean) / std over all turns of the batch
-    "rebn": dict(baseline="none", normalize="turns", ratio="token", surrogate="clip", aggregation="constant"),
-    # REINFORCE, Williams 1992, doi:10.1007/BF00992696: 1/B sum_i 1/max_new_tokens sum_t r_i log pi(o_t)
-    "reinforce": dict(baseline="none", normalize="none", surrogate="reinforce", aggregation="constant"),
-}
-COMMON = dict(ratio="token", clip_low=0.2, clip_high=0.28, kl_in="loss", kl_estimator="k3", dynamic_sampling=0,
-              overlong_buffer=0.0, mask_truncated=False)      # where a row says nothing
+# ========================================= Part I: the algorithm ==========================================
+# ----------------------------------------------- 1. Config ------------------------------------------------
 GPU = torch.cuda.is_available()
-ASSETS = Path(__file__).parent / "assets"
-TINY = dict(  # what a bare `train.py` runs on a machine without a GPU
-    model=f"{ASSETS}/tiny", data=f"{ASSETS}/countdown/train.jsonl", eval_data=f"{ASSETS}/countdown/test.jsonl",
-    steps=30, eval_every=5, prompts_per_step=32, updates_per_step=2, max_new_tokens=64, lr=1e-4,
-    gradient_checkpointing=False)
+RANK = int(os.environ.get("RANK", 0))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+BAR = {"leave": False, "disable": True if RANK else None}  # progress bars: of rank 0, on a terminal
+EMBEDDED = Path(__file__).parent / "assets/embedded.json"  # flags of the job for machines without a GPU
+
+
+def flag(default, help: str):
+    return HfArg(default=default, help=help)
 
 
 @dataclass
 class Config:
-    """Every knob of a run, a flag each; `--help` lists them."""
-    # the task
+    """Every setting of a run, each one a command-line flag."""
+
+    # task and rollout
     model: str = flag("Qwen/Qwen2.5-3B-Instruct", "folder or Hub name of a Qwen2, Qwen2.5 or Qwen3 model")
-    data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[512:]", "file or owner/name[/config], maybe with :split")
-    eval_data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", "as --data; '' for none")
-    # rollout
-    engine: str = flag("auto", "sglang, on the trainer's GPUs; http://host:port[,http://...], SGLang servers that run "
-                       "already; local; auto: sglang where it and a GPU are there, else local")
-    prompts_per_step: int = flag(64, "prompts a step, over all ranks")
-    group_size: int = flag(8, "completions a prompt (G)")
+    data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[512:]", "file or owner/name[/config][:split]")
+    eval_data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", "like --data; empty: no evaluation")
+    engine: str = flag("sglang" if GPU else "local", "sglang; local, for CPUs; or URLs of SGLang servers")
+    prompts_per_step: int = flag(64, "prompts per step, over all ranks")
+    group_size: int = flag(8, "completions per prompt (G)")
     max_new_tokens: int = flag(1024, "longest turn of the policy, in tokens")
-    max_turns: int = flag(1, "turns of the policy in an episode; above 1, env_step answers each")
-    temperature: float = flag(1.0, "of sampling, and so of the trained log-probs")
-    # algorithm
-    algo: Literal[tuple(ALGORITHMS)] = flag("grpo", "row of the table of algorithms")
-    # where the default is None, the row says
-    baseline: Literal["none", "mean", "leave_one_out"] | None = flag(None, "of a group; none: each turn for itself")
-    normalize: Literal["none", "group", "turns", "tokens"] | None = flag(None, "over what advantages have a std of 1")
-    ratio: Literal["token", "step", "sequence"] | None = flag(None, "what has one ratio pi / pi_old")
-    surrogate: Literal["clip", "cispo", "reinforce"] | None = flag(None, "what is maximised for a token")
-    aggregation: Literal["sequence", "step", "token", "constant"] | None = flag(None, "what weighs the same in a loss")
-    clip_low: float | None = flag(None, "the ratio counts down to 1 - clip_low")
-    clip_high: float | None = flag(None, "the ratio counts up to 1 + clip_high")
-    dual_clip: float = flag(0.0, "bound on the ratio of tokens with A < 0, such as 3; 0: none")
-    gamma: float = flag(1.0, "discount of rewards from turn to turn")
-    kl_coef: float = flag(0.0, "of the divergence from the first policy; 0 loads no reference model")
-    kl_estimator: Literal["k1", "k2", "k3"] | None = flag(None, "of that divergence")
-    kl_in: Literal["loss", "reward"] | None = flag(None, "where that divergence is charged")
-    entropy_coef: float = flag(0.0, "of the bonus for entropy in the loss")
-    tis_cap: float = flag(0.0, "truncated importance sampling, engine against actor: largest weight, such as 2; 0: off")
-    dynamic_sampling: int | None = flag(None, "more rollouts a step, at most, for groups without signal")
-    overlong_buffer: float | None = flag(None, "share of max_new_tokens over which the reward falls by 1")
-    mask_truncated: bool | None = flag(None, "no gradient from completions that were cut off")
-    updates_per_step: int = flag(1, "optimiser steps a rollout, each on its share of the prompts")
-    # optimiser
-    steps: int = flag(200, "rollouts in all")
+    max_turns: int = flag(1, "policy turns per episode; above 1, env_step answers each of them")
+    temperature: float = flag(1.0, "sampling temperature, also that of the trained log-probs")
+    # algorithm and optimizer
+    normalize_std: bool = flag(True, "division of advantages by their group's std (False: Dr. GRPO)")
+    aggregation: Literal["sequence", "token", "constant"] = flag("sequence", "loss average; see set_weights")
+    clip_low: float = flag(0.2, "lower clip of the importance ratio: 1 - clip_low")
+    clip_high: float = flag(0.28, "upper clip of the importance ratio: 1 + clip_high")
+    kl_coef: float = flag(0.0, "weight of KL(policy || initial policy); 0 loads no reference model")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    tis_cap: float = flag(0.0, "cap of the actor-to-engine importance weight, for example 2; 0: off")
+    updates_per_step: int = flag(1, "optimizer steps per rollout, each on its share of the prompts")
+    steps: int = flag(200, "training steps; 0: evaluation only")
     lr: float = flag(1e-6, "peak learning rate of AdamW")
-    lr_schedule: Literal["constant_with_warmup", "cosine"] = flag("constant_with_warmup", "of lr")
-    warmup_steps: int = flag(5, "optimiser steps from 0, the first, to the peak")
-    max_grad_norm: float = flag(1.0, "bound on the one norm over all ranks and parameters")
+    lr_schedule: Literal["constant_with_warmup", "cosine"] = flag("constant_with_warmup", "shape of --lr")
+    warmup_steps: int = flag(5, "optimizer steps of linear warm-up")
+    max_grad_norm: float = flag(1.0, "gradient clipping threshold, global norm")
     # machine
-    tp_size: int = flag(0, "ranks that share each layer; 0: 2 on an even number of GPUs, else 1")
-    dp_replicate: int = flag(1, "whole copies of the sharded model, such as one a machine (HSDP)")
-    device: Literal[("cuda", "cpu") if GPU else ("cpu",)] = flag("cuda" if GPU else "cpu", "of the actor")
-    dtype: Literal["bfloat16", "float32"] = flag("bfloat16" if GPU else "float32", "of compute")
-    tokens_per_micro_batch: int = flag(8192, "budget of one packed forward and backward pass on a rank")
-    gradient_checkpointing: bool = flag(True, "recompute activations: slower, but far less memory")
-    offload: bool = flag(False, "keep the actor and Adam in CPU memory while the engine samples")
-    compile: bool = flag(False, "torch.compile each layer and the log-probs: a minute at the start")
-    sglang_args: JSON = flag(JSON(mem_fraction_static=0.5), "JSON for sglang.Engine")
-    bucket_mb: float = flag(512, "weights on their way to SGLang at once, in MB; a tensor is never cut")
-    engine_timeout: float = flag(1800, "seconds that SGLang may be silent in before it counts as dead")
-    gate: Literal["stop", "warn", "off"] = flag("stop", "when engine and actor disagree on log-probs")
-    # the run
-    seed: int = flag(0, "of the order of the data, and of samples (SGLang: see generate)")
-    output_dir: str = flag("", "where the run writes; empty: runs/<time>")
-    eval_every: int = flag(10, "steps between evaluations, one of them before step 1; 0: never")
-    eval_samples: int = flag(1, "completions a prompt in an evaluation: n of avg@n, the largest k of pass@k")
-    eval_temperature: float = flag(0.0, "of evaluations; 0: greedy")
-    eval_only: bool = flag(False, "evaluate the model as it is, and end")
-    target: float = flag(0.0, "end when eval_score reaches it, and write what that took; 0: none")
+    tp_size: int = flag(1, "tensor-parallel ranks per model copy, of the actor and of SGLang")
+    dp_replicate: int = flag(1, "copies of the sharded model, for example one per machine (HSDP)")
+    device: Literal["cuda", "cpu"] = flag("cuda" if GPU else "cpu", "device of the actor")
+    dtype: Literal["bfloat16", "float32"] = flag("bfloat16" if GPU else "float32", "compute dtype")
+    tokens_per_micro_batch: int = flag(8192, "largest packed forward and backward pass, in tokens per rank")
+    gradient_checkpointing: bool = flag(True, "recomputation of activations in the backward pass")
+    offload: bool = flag(False, "actor and optimizer in CPU memory during rollouts")
+    compile: bool = flag(False, "torch.compile of each layer")
+    sglang_args: str = flag('{"mem_fraction_static": 0.5}', "JSON: further arguments of sglang.Engine")
+    engine_timeout: float = flag(1800, "seconds without a response before SGLang is considered dead")
+    gate: Literal["stop", "warn", "off"] = flag("stop", "reaction to log-probs that differ in the engine")
+    # run
+    seed: int = flag(0, "seed of the data order and of sampling")
+    output_dir: str = flag("", "folder that the run writes to; empty: runs/<time>")
+    eval_every: int = flag(10, "steps between evaluations, the first before step 1; 0: never")
+    eval_temperature: float = flag(0.0, "sampling temperature of evaluations; 0: greedy")
     save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
-    keep_checkpoints: int = flag(2, "the newest that stay")
-    resume: str = flag("", "checkpoint or run to go on from, with its flags; auto: the one in --output_dir, if any")
-    reward_workers: int = flag(int(sys.platform == "linux"), "processes a rank for reward_fn; 0: the rank itself")
-    reward_timeout: float = flag(60.0, "seconds for reward_fn, a sample, and for env_step, a turn")
-    max_reward_failures: float = flag(0.1, "share of a step's samples that may fail before the run ends")
-    max_skipped_steps: int = flag(5, "steps in a row whose gradient may be not finite before the run ends")
-    wandb: Literal["auto", "online", "offline", "off"] = flag("auto", "auto: online when logged in")
-
-    def __post_init__(self):
-        chosen = COMMON | ALGORITHMS[self.algo]
-        given = {name for name, value in vars(self).items() if value is not None and value != chosen.get(name)}
-        for name in chosen.keys() - given:
-            setattr(self, name, chosen[name])
-        if self.engine == "auto":
-            self.engine = "sglang" if self.device == "cuda" and find_spec("sglang") else "local"
-        check_config(self, given)
+    resume: str = flag("", "checkpoint or run folder to continue; auto: that of --output_dir, if any")
+    reward_workers: int = flag(0, "processes per rank for reward_fn; 0: the trainer's own process")
+    reward_timeout: float = flag(60.0, "seconds for one call of an async reward_fn or env_step")
+    max_failures: float = flag(0.1, "largest share of failed samples in a step before the run ends")
+    token_groups: int = flag(2, "groups per step with per-token details in samples.jsonl")
+    wandb: Literal["online", "offline", "disabled"] = flag("disabled", "Weights & Biases mode")
 
 
-# ------------------------------------------------ 2. The task: edit here ----------------------------------------------
-COUNTDOWN = ("Make {target} from the numbers {nums}: use each exactly once, with + - * / and parentheses. Think in "
-             "<think> </think> tags, then give the expression alone in <answer> </answer> tags, such as "
-             "<answer>(1 + 2) / 3</answer>.")
+def parse_flags(config_class, arguments: list[str]):
+    """Command line -> config_class."""
+    parser = HfArgumentParser(config_class, allow_abbrev=False)
+    given = {argument.split("=")[0] for argument in arguments}
+    if not GPU and "--model" not in given and EMBEDDED.exists():
+        text = EMBEDDED.read_text().replace("ASSETS", os.path.relpath(EMBEDDED.parent))
+        parser.set_defaults(**json.loads(text))
+    if "--data" in given:
+        parser.set_defaults(eval_data="")  # the default belongs to the default data
+    return config_class(**vars(parser.parse_args(arguments)))
+
+
+# ---------------------------------------- 2. The task: edit here ------------------------------------------
+COUNTDOWN = (
+    "Make {target} from the numbers {nums}: use each exactly once, with + - * / and parentheses. Think in "
+    "<think> </think> tags, then give the expression alone in <answer> </answer> tags, such as "
+    "<answer>(1 + 2) / 3</answer>."
+)
 MATH = "{}\nThink step by step, and put the final answer into \\boxed{{}}."
+TOKEN = [  # the columns of sample.tokens, which has one row per token
+    ("id", np.int32),
+    ("turn", np.int32),  # the policy's turn that the token belongs to, from 0
+    ("mask", np.uint8),  # 1 where the policy wrote the token: these are trained
+    ("version", np.int32),  # the number of the push whose weights it was sampled from
+    ("logprob", np.float32),  # the engine's, at --temperature; 0 where mask is 0
+    ("advantage", np.float32),  # from Trainer.compare
+    ("weight", np.float32),  # its share of the loss, from set_weights
+]
 
 
 @dataclass
 class Sample:
-    """One episode: what the dataset asked, and what came of it. Lists are per token [T], the prompt's first."""
-    messages: list[dict]                                    # the chat that becomes the prompt; markup in it is text
-    row: dict                                               # the dataset's row, for reward_fn
-    ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)           # 1 where the policy made the token: these are trained
-    logprobs: list[float] = field(default_factory=list)     # the engine's, at its temperature; 0 where mask is 0
-    versions: list[int] = field(default_factory=list)       # how often weights had been pushed; 0 where mask is 0
-    steps: list[int] = field(default_factory=list)          # the turn that a token is part of, from 0; see reward_fn
-    text: str = ""                                          # what the policy wrote, all turns
-    turns: list[str] = field(default_factory=list)          # the same turn by turn
-    state: dict = field(default_factory=dict)               # for env_step and reward_fn to remember things in
-    key: tuple[int, ...] = ()                               # the prompt's place in the run, the number in its group
-    truncated: bool = False                                 # stopped by a limit, not by itself
-    failure: str = ""                                       # why it cannot be learned from, nor can its group
-    rewards: list[float] = field(default_factory=list)      # one a step
-    advantages: list[float] = field(default_factory=list)
-    ref_logprobs: list[float] = field(default_factory=list)  # the first policy's, where --kl_coef asks for it
-    entropy: list[float] = field(default_factory=list)      # where it was trained on; and the actor's log-probs then,
-    logprob_diff: list[float] = field(default_factory=list)  # less the engine's: to look at, not to learn from
-    metrics: dict[str, float] = field(default_factory=dict)  # what else reward_fn wants averaged and logged
+    """One episode: a prompt, and what came of it."""
+
+    messages: list[dict]  # the chat that becomes the prompt
+    row: dict  # the dataset row, for reward_fn
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, TOKEN))  # [T], the prompt's first
+    turns: list[str] = field(default_factory=list)  # what the policy wrote, turn by turn
+    state: dict = field(default_factory=dict)  # scratch space for env_step and reward_fn
+    metrics: dict[str, float] = field(default_factory=dict)  # further numbers to average and log
+    key: tuple[int, int] = (0, 0)  # the prompt's place in the run, the index in its group
+    truncated: bool = False  # cut off by a length limit
+    failure: str = ""  # why it could not be sampled or scored; its group is left out of the loss
+    reward: float = 0.0
 
     @property
-    def reward(self) -> float:
-        """Of the whole episode."""
-        return sum(self.rewards)
+    def text(self) -> str:
+        return "".join(self.turns)
 
-    def append(self, ids: list[int], mask: int, logprobs: list[float] | None = None, versions: list[int] | None = None,
-               step: int = 0):
-        """Adds tokens as they are: nothing that was sampled is ever decoded and encoded again."""
-        self.ids += ids
-        self.mask += [mask] * len(ids)
-        self.logprobs += logprobs or [0.0] * len(ids)
-        self.versions += versions or [0] * len(ids)
-        self.steps += [step] * len(ids)
+    def append(self, ids, **columns):
+        """Adds token ids [t], exactly as sampled, with other columns of TOKEN, [t] or one value for all."""
+        new = np.zeros(len(ids), TOKEN)
+        for name, values in {"id": ids, **columns}.items():
+            new[name] = values
+        self.tokens = np.concatenate([self.tokens, new])
 
 
 class RLDataset(torch.utils.data.Dataset):
-    """Rows of a file or of a Hub dataset, as prompts."""
+    """The rows of a file or of a Hub dataset, as prompts."""
 
     def __init__(self, source: str):
-        self.source, self.rows = source, load_rows(source)
+        """source: "file[:split]" or "owner/name[/config][:split]"; a split may be a slice, train[:100]."""
+        self.source = source
+        name, _, split = source.partition(":")
+        kind = Path(name).suffix
+        if kind in (".json", ".jsonl"):  # `datasets` would convert dates and round large integers
+            text = Path(name).read_text(encoding="utf-8-sig").strip()
+            lines = filter(str.strip, text.split("\n"))
+            rows = json.loads(text if text.startswith("[") else f"[{','.join(lines)}]")
+            part = ReadInstruction.from_spec(split or "train").to_absolute({"train": len(rows)})[0]
+            self.rows = rows[part.from_ : part.to]
+        elif kind == ".parquet":
+            self.rows = load_dataset("parquet", data_files=name, split=split or "train")
+        else:
+            owner, name, *config = name.split("/", 2)
+            self.rows = load_dataset(f"{owner}/{name}", *config, split=split or "train")
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Sample:
-        """EDIT HERE: from a row to a prompt. `row` is all that reward_fn will know."""
-        row = self.rows[index]
-        columns = {name for name, value in row.items() if value is not None}
-        if {"nums", "target"} <= columns:
+        """EDIT HERE: turn a row into a prompt."""
+        row = dict(self.rows[index])
+        if row.get("target") is not None:
             content = COUNTDOWN.format(**row)
-        elif {"question", "answer"} <= columns:
-            content = MATH.format(row["question"])
-        elif {"problem", "answer"} <= columns:
-            content = MATH.format(row["problem"])
         else:
-            raise UserError(f"{self.source}: row {index} has {sorted(columns)}; it needs nums and target, question and "
-                            "answer, or problem and answer; for other columns edit RLDataset.__getitem__")
+            content = MATH.format(row.get("question") or row["problem"])
         return Sample([{"role": "user", "content": content}], row)
 
 
 def reward_fn(sample: Sample) -> float:
-    """EDIT HERE: how good is sample.text? Any finite number; may be async; sample.metrics takes numbers to log.
-
-    A list of numbers is one for each turn, or for each step where this function has set sample.steps [T] anew.
-    """
+    """EDIT HERE: how good is sample.text? Any finite number. May be async; sample.metrics are logged."""
     row = sample.row
-    if row.get("nums") is not None:
+    if row.get("target") is not None:
         sample.metrics |= rewards.countdown_habits(sample.text, row["target"])
         return rewards.countdown(sample.text, row["nums"], row["target"])
     if row.get("question") is not None:
@@ -268,214 +227,189 @@ def reward_fn(sample: Sample) -> float:
 
 
 async def env_step(sample: Sample) -> str | None:
-    """EDIT HERE for --max_turns above 1: what follows the policy's turn, chat markup included, or None to end.
-
-    It sees every turn that was not cut off, the last one, too; after that one its answer is not played. What a tool
-    said goes through `user_turn` of recipes/turns.py, or it could forge markup.
-    """
+    """EDIT HERE for --max_turns above 1: the reply to a turn, in chat markup, or None to end the episode."""
     return None
 
 
-# ------------------------------------------------ 3. Rollout ----------------------------------------------------------
-async def rollout(sample: Sample, tokenizer, generate, env_step, max_turns: int, room: int) -> Sample:
-    """Plays one episode, cut off where a turn would follow over `room` tokens. The mask is made with the token.
+# ---------------------------------------------- 3. Rollout ------------------------------------------------
+def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
+    """Token ids [t] of a chat, up to the policy's turn. No text in it can forge a control token."""
+    text = json.dumps(messages, ensure_ascii=False).replace("<|", "<\u200b|")  # a zero-width space
+    return tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, return_dict=False)
 
-    `await generate(ids, turn)` is the policy: new ids [T], their log-probs [T], the versions of the weights that made
-    them [T], and whether a limit cut it off.
-    """
-    if not sample.ids:
-        sample.append(encode_prompt(tokenizer, sample), mask=0)
-    for turn in range(max_turns):
-        ids, logprobs, versions, sample.truncated = await generate(sample.ids, turn)
-        sample.failure = check_turn(ids, logprobs, versions)
-        if sample.failure:      # a turn has one token at least, and each a log-prob: of this one nothing is learned
-            ids, logprobs, versions = ids or [tokenizer.eos_token_id], None, None
-        sample.append(ids, 1, logprobs, versions, step=turn)
+
+async def rollout(sample: Sample, tokenizer, generate, env_step, config: Config, room: int):
+    """Plays one episode in place; generate(ids, turn) is the policy. No turn begins after `room` tokens."""
+    for turn in range(config.max_turns):
+        ids, logprobs, versions, sample.truncated = await generate(sample.tokens["id"], turn)
+        if len(ids) == 0 or len(ids) != len(logprobs) or not np.isfinite(logprobs).all():
+            raise ValueError("the engine returned no tokens, or log-probs that are missing or not finite")
+        sample.append(ids, turn=turn, mask=1, logprob=logprobs, version=versions)
         sample.turns.append(tokenizer.decode(ids, skip_special_tokens=True))
-        sample.text += sample.turns[-1]
-        goes_on = env_step and not sample.truncated and not sample.failure
-        reply = await env_step(sample) if goes_on else None
-        if reply is None or turn == max_turns - 1:
+        if sample.truncated:
             break
-        sample.append(encode(tokenizer, reply), mask=0, step=turn)
-        if len(sample.ids) > room:
-            sample.truncated = True
+        reply = await asyncio.wait_for(env_step(sample), config.reward_timeout)
+        if reply is None or turn == config.max_turns - 1:
             break
-    return sample
+        sample.append(tokenizer.encode(reply, add_special_tokens=False), turn=turn)
+        sample.truncated = len(sample.tokens) > room
+        if sample.truncated:
+            break
 
 
-# ------------------------------------------------ 4. Batches ----------------------------------------------------------
-@dataclass
-class Batch:
-    """A micro-batch: whole sequences laid end to end without padding, T tokens in all, of which N are trained."""
-    ids: torch.Tensor                           # [1, T]
-    positions: torch.Tensor                     # [1, T], from 0 in each sequence
-    bounds: torch.Tensor                        # [sequences + 1], in T: where each begins, and the last one's end
-    longest: int                                # of the sequences, in tokens
-    source: torch.Tensor                        # [N], in T: the token before a trained one, whose state predicts it
-    targets: torch.Tensor                       # [N], the trained tokens
-    sequences: torch.Tensor                     # [N], from 0: whose they are
-    steps: torch.Tensor                         # [N], from 0: the step that each is part of, over all sequences
-    engine_logprobs: torch.Tensor               # [N]
-    advantages: torch.Tensor                    # [N]
-    ref_logprobs: torch.Tensor                  # [N]
-    weights: torch.Tensor                       # [N], in the loss: 1, until it is known what for
-    old_logprobs: torch.Tensor | None = None    # [N]; None: those of the very pass that the loss is made of
-    samples = ()                                # whose they are; no field, nor what follows: FSDP looks into all fields
-    entropy = logprob_diff = None               # [N], of the pass that was trained on
+# ---------------------------------------- 4. Advantages and loss ------------------------------------------
+def group_advantages(rewards: torch.Tensor, group_size: int, normalize_std: bool) -> torch.Tensor:
+    """Rewards [B] of whole groups -> advantages [B]: each completion against its own group."""
+    groups = rewards.view(-1, group_size)
+    advantages = groups - groups.mean(dim=1, keepdim=True)
+    if normalize_std:
+        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-6)
+    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
+    return advantages.masked_fill(all_equal, 0.0).flatten()  # exactly 0, however the mean was rounded
 
 
-def make_batch(samples: list[Sample], device: str) -> Batch:
-    """Lays samples end to end; an empty list of theirs, such as advantages not yet known, stands for zeros."""
-    tokens = lay_out(samples)
-    lists = dict(engine_logprobs="logprobs", advantages="advantages", ref_logprobs="ref_logprobs")
-    for name, of_sample in lists.items():
-        tokens[name] = laid_out(samples, of_sample)[tokens["source"] + 1].float()
-    longest = max(len(sample.ids) for sample in samples)
-    batch = Batch(longest=longest, **{name: value.to(device) for name, value in tokens.items()})
-    batch.samples = samples
-    return batch
-
-
-# ------------------------------------------------ 5. Advantages -------------------------------------------------------
-def returns_to_go(rewards: list[float], gamma: float) -> list[float]:
-    """Rewards of a sample's steps -> their returns: G_k = r_k + gamma G_k+1 (GEM, arXiv:2510.01051)."""
-    returns = [0.0]
-    for reward in reversed(rewards):
-        returns.append(reward + gamma * returns[-1])
-    return returns[:0:-1]
-
-
-def penalties(tokens: Batch, config: Config) -> torch.Tensor:
-    """What each trained token pays, [N]: for divergence, if --kl_in is reward; the last of a completion for length."""
-    paid = torch.zeros(len(tokens.steps), dtype=torch.float64)
-    if config.kl_coef and config.kl_in == "reward":
-        paid += config.kl_coef * kl_divergence(tokens.engine_logprobs, tokens.ref_logprobs, config.kl_estimator)
-    if config.overlong_buffer:
-        lengths, buffer = tokens.sequences.bincount(), config.overlong_buffer * config.max_new_tokens
-        paid[lengths.cumsum(0) - 1] += ((lengths - config.max_new_tokens + buffer) / buffer).clamp(min=0)
-    return paid
-
-
-def token_returns(samples: list[Sample], tokens: Batch, config: Config) -> torch.Tensor:
-    """The return of each trained token, [N]: its step's, without what earlier tokens of the step have paid."""
-    paid, returns = penalties(tokens, config), []
-    of_step = iter(paid.new_zeros(int(tokens.steps[-1]) + 1).index_add(0, tokens.steps, paid).tolist())
+def set_weights(samples: list[Sample], config: Config, count: float, tokens: float):
+    """Sets each trained token's share of the loss, given the samples and trained tokens of all ranks."""
     for sample in samples:
-        returns += returns_to_go([reward - next(of_step) for reward in sample.rewards], config.gamma)
-    before = paid.cumsum(0) - paid                      # by all tokens before; the next line begins anew at each step
-    before -= before[firsts(tokens.steps)][tokens.steps]
-    return torch.tensor(returns, dtype=torch.float64)[tokens.steps] + before
+        if config.aggregation == "sequence":  # GRPO: 1/B sum_i 1/|o_i| sum_t
+            denominator = count * sample.tokens["mask"].sum()
+        elif config.aggregation == "token":  # DAPO, arXiv:2503.14476 eq. 8: 1/sum_i |o_i| sum_i sum_t
+            denominator = tokens
+        else:  # Dr. GRPO, arXiv:2503.20783 sec. 3.2: 1/B sum_i 1/max_new_tokens sum_t
+            denominator = count * config.max_new_tokens
+        sample.tokens["weight"] = sample.tokens["mask"] / denominator
 
 
-def above_baseline(returns: torch.Tensor, sequences: torch.Tensor, size: int, baseline: str) -> torch.Tensor:
-    """Returns [N] of whole groups' tokens, sequences [N] -> [N]: for each completion, its return less its group's.
-
-    Without a baseline each token keeps its own return.
-    """
-    if baseline == "none":
-        return returns
-    totals = returns[firsts(sequences)].view(-1, size)
-    above = totals - totals.mean(1, keepdim=True)
-    above[(totals == totals[:, :1]).all(1)] = 0         # without the rounding of the mean: such a group teaches nothing
-    if baseline == "leave_one_out":
-        above = above * size / (size - 1)               # r - mean of the others = (r - mean of all) G / (G - 1)
-    return above.flatten()[sequences]
-
-
-def normalized(values: torch.Tensor, sequences: torch.Tensor, steps: torch.Tensor, size: int, normalize: str):
-    """Values [N] of whole groups' tokens, their sequences and steps [N] -> values with a std of 1, [N].
-
-    Over a group; or over all tokens, or turns, and then with a mean of 0, too.
-    """
-    if normalize == "none":
-        return values
-    if normalize == "group":
-        std = values[firsts(sequences)].view(-1, size).std(1) + 1e-6
-        return values / std[sequences // size]
-    counted = values[firsts(steps)] if normalize == "turns" else values
-    return (values - counted.mean()) / (counted.std().nan_to_num() + 1e-6)
-
-
-def firsts(units: torch.Tensor) -> torch.Tensor:
-    """Numbers [N] that ascend from 0 -> where each begins, [units]."""
-    return units.diff(prepend=units[:1] - 1).nonzero()[:, 0]
-
-
-# ------------------------------------------------ 6. Loss -------------------------------------------------------------
-def token_weights(batch: Batch, aggregation: str, samples: list[Sample], max_new_tokens: int) -> torch.Tensor:
-    """The weight of each trained token of a micro-batch, [N], in an optimiser step over these samples, of all ranks."""
-    if aggregation == "constant":
-        return torch.full_like(batch.weights, 1 / (len(samples) * max_new_tokens))
-    if aggregation == "token":
-        return torch.full_like(batch.weights, 1 / sum(sum(sample.mask) for sample in samples))
-    total, units = {"sequence": (len(samples), batch.sequences),
-                    "step": (sum(len(sample.rewards) for sample in samples), batch.steps)}[aggregation]
-    return 1 / (total * units.bincount()[units])
-
-
-def importance_ratio(log_ratio: torch.Tensor, batch: Batch, level: str) -> torch.Tensor:
-    """pi / pi_old of each token from its logarithm, [N] -> [N]: of the token, or of what it is a part of.
-
-    Of a step it is the product (an action of OpenR's APPO); of a sequence the geometric mean (GSPO, eq. 7).
-    """
-    if level == "token":
-        return log_ratio.exp()
-    units = batch.steps if level == "step" else batch.sequences
-    sums = log_ratio.new_zeros(units.max() + 1).index_add(0, units, log_ratio)
-    return (sums / units.bincount() if level == "sequence" else sums).exp()[units]
-
-
-def surrogate_loss(logprobs, ratio, advantages, surrogate: str, low: float, high: float, dual_clip: float):
-    """The loss of each token, [N], and where the clip cut its gradient off, [N]; all tensors are [N].
-
-    clip: PPO, arXiv:1707.06347 eq. 7, with the bound for A < 0 of arXiv:1912.09729 eq. 5. Others: see ALGORITHMS.
-    """
-    if surrogate == "reinforce":
-        return -advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
-    bounded = ratio.clamp(1 - low, 1 + high)
-    if surrogate == "cispo":
-        return -bounded.detach() * advantages * logprobs, torch.zeros_like(advantages, dtype=torch.bool)
-    free, clipped = ratio * advantages, bounded * advantages
-    gain, cut = torch.minimum(free, clipped), clipped < free
-    if dual_clip:
-        floor = torch.where(advantages < 0, dual_clip * advantages, -math.inf)
-        gain, cut = torch.maximum(gain, floor), cut | (gain < floor)
-    return -gain, cut
-
-
-def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Estimates of KL(pi, pi_ref) from tokens that pi sampled, [N] (Schulman 2020, joschu.net/blog/kl-approx.html)."""
-    gap = logprobs - ref_logprobs
-    return {"k1": gap, "k2": gap ** 2 / 2, "k3": torch.exp(-gap) - 1 + gap}[estimator]
-
-
-def policy_loss(logprobs: torch.Tensor, entropy: torch.Tensor, batch: Batch, config: Config):
-    """The loss of a micro-batch, a plain sum as the weights normalise it, and where the clip cut the gradient off, [N].
-
-    Log-probs and entropy [N] are the policy's.
-    """
-    old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    ratio = importance_ratio(logprobs - old_logprobs, batch, config.ratio)
-    loss, cut = surrogate_loss(logprobs, ratio, batch.advantages, config.surrogate, config.clip_low, config.clip_high,
-                               config.dual_clip)
-    if config.tis_cap:      # Yao et al. 2025, fengyao.notion.site/off-policy-rl
-        loss = loss * (old_logprobs - batch.engine_logprobs).exp().clamp(max=config.tis_cap)
-    if config.kl_coef and config.kl_in == "loss":
-        loss = loss + config.kl_coef * kl_divergence(logprobs, batch.ref_logprobs, config.kl_estimator)
+def grpo_loss(logprobs, entropy, batch: "Batch", config: Config) -> tuple[torch.Tensor, dict]:
+    """The loss of a micro-batch, a weighted sum over tokens, and what to log the mean of, [N] each."""
+    ratio = (logprobs - batch.old_logprobs).exp()
+    unclipped = ratio * batch.advantages
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
+    loss = -torch.minimum(unclipped, clipped)
+    stats = {"clip_fraction": clipped < unclipped, "entropy": entropy.detach()}
+    stats["logprob_diff"] = (batch.old_logprobs - batch.engine_logprobs).abs()
+    if config.tis_cap:  # truncated importance sampling, fengyao.notion.site/off-policy-rl
+        loss = loss * (batch.old_logprobs - batch.engine_logprobs).exp().clamp(max=config.tis_cap)
+    if config.kl_coef:  # the k3 estimate of KL(policy || reference), joschu.net/blog/kl-approx.html
+        gap = batch.ref_logprobs - logprobs
+        kl = gap.exp() - gap - 1
+        loss = loss + config.kl_coef * kl
+        stats["kl"] = kl.detach()
     if config.entropy_coef:
         loss = loss - config.entropy_coef * entropy
-    return (batch.weights * loss).sum(), cut
+    return (batch.weights * loss).sum(), stats
 
 
-# ================================================ Part II: the machine ================================================
-# ------------------------------------------------ 7. Sharding ---------------------------------------------------------
+# ---------------------------------------------- 5. Batches ------------------------------------------------
+def make_batch(samples: list[Sample], device: str) -> Batch:
+    """A micro-batch: samples end to end without padding, T tokens, of which N are trained."""
+    filler = np.zeros(2, TOKEN)  # of weight 0, for ranks without samples: FSDP needs as many batches on each
+    filler["mask"][1] = 1
+    parts = [sample.tokens for sample in samples] or [filler]
+    tokens = np.concatenate(parts)
+    lengths = [len(part) for part in parts]
+    bounds = np.cumsum([0, *lengths], dtype=np.int32)
+    trained = tokens["mask"].nonzero()[0]
+    arrays = {
+        "ids": tokens["id"].astype(np.int64)[None],  # [1, T]
+        "positions": (np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths))[None],  # [1, T]
+        "bounds": bounds,  # [samples + 1], where each sample begins, and the end of the last
+        "source": trained - 1,  # [N], the token before each target, whose state predicts it
+        "targets": tokens["id"][trained].astype(np.int64),  # [N]
+        "advantages": tokens["advantage"][trained],  # [N]
+        "weights": tokens["weight"][trained],  # [N]
+        "engine_logprobs": tokens["logprob"][trained],  # [N]
+        # later: old_logprobs [N], where the ratio starts (None: from this very pass), and ref_logprobs [N]
+    }
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return Batch(**tensors, longest=max(lengths), samples=samples, old_logprobs=None, ref_logprobs=None)
+
+
+def pack(samples: list[Sample], budget: int, count: int) -> list[list[Sample]]:
+    """Splits samples into `count` or more micro-batches of at most `budget` tokens or one longer sample."""
+    # The longest goes first, always into the emptiest (Graham 1969, doi:10.1137/0117039).
+    longest_first = sorted(samples, key=lambda sample: len(sample.tokens), reverse=True)
+    while True:
+        packs = [[] for _ in range(count)]
+        sizes = np.zeros(count, int)
+        for sample in longest_first:
+            emptiest = sizes.argmin()
+            packs[emptiest].append(sample)
+            sizes[emptiest] += len(sample.tokens)
+        if all(size <= budget or len(part) == 1 for size, part in zip(sizes, packs)):
+            return packs
+        count += 1
+
+
+# ========================================= Part II: the machine ===========================================
+# ---------------------------------------- 6. Processes and inputs -----------------------------------------
+class UserError(Exception):
+    """A mistake that the user can fix; main prints it as one line, without a traceback."""
+
+
+def load_extra(name: str, flag: str = ""):
+    """The module extras/NAME.py, or None where it is missing; UserError if a flag requires it."""
+    if importlib.util.find_spec("extras") and importlib.util.find_spec(f"extras.{name}"):
+        return importlib.import_module(f"extras.{name}")
+    if flag:
+        raise UserError(f"{flag} requires extras/{name}.py beside train.py")
+
+
+def init_distributed(config: Config) -> dict[str, DeviceMesh]:
+    """Joins torchrun's processes, or is alone. "tp" splits layers, "fsdp" shards, "dp" splits prompts."""
+    if config.device == "cuda":
+        torch.cuda.set_device(LOCAL_RANK)
+        os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # as SGLang does where it starts
+    backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"  # gloo carries Python objects
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **alone)
+    copies = config.dp_replicate
+    shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
+    mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
+    both = mesh["replicate", "shard"]
+    return {"dp": both._flatten("dp"), "tp": mesh["tp"], "fsdp": both if copies > 1 else mesh["shard"]}
+
+
+def reduce_over(mesh: DeviceMesh, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
+    """Each number reduced over the ranks of a mesh."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op, group=mesh.get_group())
+    return tensor.tolist()
+
+
+# ---------------------------------------------- 7. Sharding -----------------------------------------------
+@torch.compiler.disable
+def packed_attention(module, query, key, value, mask, scaling=None, bounds=None, longest=0, **kwargs):
+    """Causal attention within each packed sample: [1, heads, T, width] -> [1, T, heads, width]."""
+    if query.is_cuda and query.dtype != torch.float32:  # one kernel for all samples; it knows 16 bits only
+        q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+        causal = {"window_size": (-1, 0), "scale": scaling, "enable_gqa": True}
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest, **causal)[None], None
+    lengths = bounds.diff().tolist()
+    parts = [
+        scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+        for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2))
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def empty_model(path: str):
+    """The model of a folder in fp32, without memory for its parameters; its buffers are real."""
+    AttentionInterface.register("packed", packed_attention)
+    config = AutoConfig.from_pretrained(path, attn_implementation="packed")
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+
+
 def apply_tensor_parallel(model, mesh: DeviceMesh):
-    """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors; `find_model` has seen that the heads divide."""
-    column, row = ColwiseParallel(), RowwiseParallel()
+    """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors."""
+    column = parallel.ColwiseParallel()
+    row = parallel.RowwiseParallel()
     plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),   # a slice of the vocabulary, as the head
-        "model.layers.*.self_attn.q_proj": column,      # whole heads
+        "model.embed_tokens": parallel.RowwiseParallel(
+            input_layouts=Replicate()
+        ),  # by vocabulary, as the head
+        "model.layers.*.self_attn.q_proj": column,  # whole heads
         "model.layers.*.self_attn.k_proj": column,
         "model.layers.*.self_attn.v_proj": column,
         "model.layers.*.self_attn.o_proj": row,
@@ -484,413 +418,481 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
         "model.layers.*.mlp.down_proj": row,
         "lm_head": column,
     }
-    if model.config.model_type == "qwen3":              # these norms see this rank's heads: [B, T, heads / tp, width]
-        per_head = SequenceParallel(sequence_dim=2, use_local_output=True)
-        plan |= {"model.layers.*.self_attn.q_norm": per_head, "model.layers.*.self_attn.k_norm": per_head}
-    parallelize_module(model, mesh, plan)
-    for name, module in model.named_modules():          # the other norms see whole activations
+    if model.config.model_type == "qwen3":  # q_norm and k_norm see only this rank's heads
+        per_head = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan |= {f"model.layers.*.self_attn.{name}_norm": per_head for name in "qk"}
+    parallel.parallelize_module(model, mesh, plan)
+
+    def to_dtensor(module, args, mesh):
+        return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),)
+
+    for name, module in model.named_modules():  # the other norms see whole activations
         if name.endswith("layernorm") or name == "model.norm":
-            distribute_module(
-                module, mesh, None,
-                lambda module, args, mesh: (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),),
-                lambda module, output, mesh: output.to_local())
-
-
-def empty_model(path: str):
-    """The model of a Hugging Face folder, in fp32, without memory for its parameters; buffers are real."""
-    AttentionInterface.register("packed", packed_attention)
-    with init_empty_weights():
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32,
-                                                attn_implementation="packed").train()
+            distribute_module(module, mesh, None, to_dtensor, lambda _, output, mesh: output.to_local())
 
 
 def shard(model, mesh: dict[str, DeviceMesh], config: Config):
-    """Splits an empty model over the mesh, and gives each rank memory for its slices, not yet filled."""
+    """Splits an empty model over the meshes, and gives each rank memory for its shards, not yet filled."""
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, mesh["tp"])
-    if model.config.tie_word_embeddings:                # both of the above make two parameters of one
+    if model.config.tie_word_embeddings:  # both of the above have made two parameters of one
         model.lm_head.weight = model.model.embed_tokens.weight
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    if config.compile:
-        for layer in model.model.layers:
-            layer.compile(dynamic=True)
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     for unit in [*model.model.layers, model]:
         fully_shard(unit, mesh=mesh["fsdp"], mp_policy=precision)
-        unit.set_gradient_divide_factor(1.0)            # gradients are summed over ranks: the loss has divided already
-        unit.set_force_sum_reduction_for_comms(True)    # ... in the way that gloo knows, too
-    model.logprobs = partial(model_logprobs, model, mesh["tp"])
-    register_fsdp_forward_method(model, "logprobs")
+        unit.set_gradient_divide_factor(1.0)  # the loss divides by global counts: gradients are summed
+        unit.set_force_sum_reduction_for_comms(True)  # the same for gloo
     buffers = dict(model.named_buffers())
     model.to_empty(device=config.device)
-    for name, value in buffers.items():                 # to_empty wiped the rotary table
+    for name, value in buffers.items():  # to_empty has wiped the rotary tables
         model.get_buffer(name).copy_(value)
     return model
 
 
-# ------------------------------------------------ 8. Log-probs --------------------------------------------------------
-def model_logprobs(model, tp: DeviceMesh, batch: Batch, temperature: float, vocab_size: int):
-    """Log-probs [N] and entropies [N], fp32. A method of the model, so that FSDP gathers the weights for it."""
-    states = model.model(batch.ids, position_ids=batch.positions, use_cache=False, bounds=batch.bounds,
-                         longest=batch.longest).last_hidden_state[0, batch.source]
-    head = model.lm_head.weight
-    head = head.to_local() if isinstance(head, DTensor) else head
-    return HeadLogprobs.apply(states, head, batch.targets, temperature, vocab_size, tp)
+# --------------------------------------------- 8. Log-probs -----------------------------------------------
+def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp: DeviceMesh):
+    """Log-probs [N] and entropies [N] of targets [N], from states [N, H] and this rank's head [V / tp, H].
+
+    Logits exist for 256 tokens and a slice of the vocabulary at a time; the backward pass recomputes them.
+    """
+    vocab = torch.arange(len(head), device=head.device) + tp.get_local_rank() * len(head)
+    head = head.float()  # so that its gradient is summed over chunks in fp32
+    if tp.size() > 1:  # the gradient of the states is a sum over the ranks
+        states = DTensor.from_local(states, tp, [Replicate()]).to_local(grad_placements=[Partial()])
+
+    def reduced(values, op="sum"):
+        return DTensor.from_local(values, tp, [Partial(op)]).full_tensor() if tp.size() > 1 else values
+
+    def score(states, targets):
+        logits = (states @ head.to(states.dtype).T).float() / temperature  # [256, V / tp]
+        logits = logits.masked_fill(vocab >= vocab_size, -1e30)  # padding, which is no token
+        logits = logits - reduced(logits.detach().amax(dim=1), "max")[:, None]
+        odds = logits.exp()
+        chosen = (logits * (targets[:, None] == vocab)).sum(dim=1)  # 0 where another rank has the target
+        chosen, total, weighted = reduced(torch.stack([chosen, odds.sum(dim=1), (odds * logits).sum(dim=1)]))
+        return chosen - total.log(), total.log() - weighted / total
+
+    chunks = zip(states.split(256), targets.split(256))
+    scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    return tuple(map(torch.cat, zip(*scores)))
 
 
-# ------------------------------------------------ 9. Actor ------------------------------------------------------------
-class Policy:
-    """A model, sharded over the mesh, that says how likely tokens are; as it is, the reference of --kl_coef."""
+# ----------------------------------------------- 9. Actor -------------------------------------------------
+def load_policy(path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
+    """A sharded model with a folder's weights, and logprobs(batch) -> log-probs, entropies, [N] in fp32."""
+    model = shard(empty_model(path), mesh, config)
 
-    def __init__(self, path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
-        self.config, self.mesh = config, mesh
-        self.model = self.build(path)
-        dcp.load(self.weights(), storage_reader=dcp.HuggingFaceStorageReader(path))    # each rank its slices
-        self.logprobs = partial(self.model.logprobs, temperature=config.temperature, vocab_size=vocab_size)
+    def logprobs(batch: Batch, temperature: float = config.temperature):
+        packed = {"position_ids": batch.positions, "bounds": batch.bounds, "longest": batch.longest}
+        states = model.model(batch.ids, use_cache=False, **packed).last_hidden_state[0, batch.source]
+        head = model.lm_head.weight
+        head = head.to_local() if isinstance(head, DTensor) else head
+        return head_logprobs(states, batch.targets, head, temperature, vocab_size, mesh["tp"])
 
-    def build(self, path: str):
-        """The sharded model, not yet filled."""
-        return shard(empty_model(path), self.mesh, self.config)
-
-    def weights(self) -> dict[str, DTensor]:
-        """The weights themselves, sharded and in fp32, by their names in a file; a tied head is in none."""
-        tied = self.model.config.tie_word_embeddings
-        return {name: value for name, value in self.model.state_dict().items()
-                if not (tied and name == "lm_head.weight")}
+    model.logprobs = logprobs
+    register_fsdp_forward_method(model, "logprobs")  # FSDP gathers the root's weights for it
+    weights = dict(model.named_parameters())  # by name in the folder; a tied head is in neither
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(path))
+    return model
 
 
-class Actor(Policy):
-    """The policy that learns: a sharded model and its optimiser."""
-    summarize = staticmethod(update_metrics)
+class Actor:
+    """The policy that learns: a sharded model and its optimizer."""
 
-    def __init__(self, path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
-        super().__init__(path, mesh, config, vocab_size)
-        self.on_the_way = dict(limit=config.bucket_mb * 2**20, device=config.device, dtype=getattr(torch, config.dtype))
-        self.parameters = dict(self.model.named_parameters())   # now: once gathered, FSDP shows other tensors
-        self.optimizer = torch.optim.AdamW(self.parameters.values(), config.lr, betas=(0.9, 0.99), weight_decay=0.0,
-                                           fused=True)
-        self.skipped = 0                                        # steps in a row without a finite gradient
-        self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps,
-                                       config.steps * config.updates_per_step)
+    def __init__(self, model, mesh: dict[str, DeviceMesh], config: Config):
+        self.model = model
+        self.mesh = mesh
+        self.config = config
+        self.parameters = dict(model.named_parameters())  # now: FSDP shows others once they are gathered
+        options = {"lr": config.lr, "betas": (0.9, 0.99), "weight_decay": 0.0, "fused": True}
+        self.optimizer = torch.optim.AdamW(self.parameters.values(), **options)
+        updates = config.steps * config.updates_per_step
+        self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps, updates)
 
-    def update(self, updates: list[list[Batch]]) -> dict[str, float]:
-        """One optimiser step for each list of micro-batches, as many as on every rank. Metrics are over all ranks."""
-        sums, worst, norms = Counter(), 0.0, []
-        for batches in updates:
-            for batch in tqdm(batches, desc="update", leave=False, disable=None if dist.get_rank() == 0 else True):
-                loss, counts, gap = self.loss(batch)
-                loss.backward()
-                for name, value in (counts | {"loss": loss.detach()}).items():
-                    sums[name] += value
-                worst = max(worst, gap)
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), self.config.max_grad_norm, foreach=True)
-            if norm.full_tensor().isfinite():           # else nothing of this update counts
-                self.optimizer.step()
-                self.scheduler.step()
-                norms.append(norm.full_tensor().item())
-            self.optimizer.zero_grad()
-        totals = dict(zip(sums, reduce(torch.stack([*sums.values()]).tolist(), self.mesh["dp"])))
-        (worst,) = reduce([float(worst)], self.mesh["dp"], dist.ReduceOp.MAX)
-        self.skipped = 0 if norms else self.skipped + 1
-        return self.summarize(totals, len(updates)) | {
-            "logprob_diff_max": worst, "grad_norm": fmean(norms or [math.nan]), "skipped": len(updates) - len(norms)}
+    def backward(self, batches: list[Batch], loss_fn) -> dict[str, float]:
+        """Adds up the gradients of loss_fn(batch) -> loss, statistics [N]. Returns means over all ranks."""
+        sums = defaultdict(float)
+        for batch in tqdm(batches, desc="update", **BAR):
+            loss, stats = loss_fn(batch)
+            loss.backward()
+            real = batch.weights > 0  # not a filler
+            sums["loss"] += loss.detach().double()
+            sums["tokens"] += real.sum(dtype=torch.float64)
+            for name, values in stats.items():
+                sums[name] += (values * real).sum(dtype=torch.float64)
+        means = dict(zip(sums, reduce_over(self.mesh["dp"], torch.stack([*sums.values()]).tolist())))
+        loss = means.pop("loss")
+        tokens = means.pop("tokens") or 1
+        return {"loss": loss} | {name: total / tokens for name, total in means.items()}
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
-        """The loss of a micro-batch, sums over its tokens for `update_metrics`, and the largest gap to the engine."""
-        logprobs, entropy = self.logprobs(batch)
-        batch.entropy, batch.logprob_diff = entropy.detach(), logprobs.detach() - batch.engine_logprobs
-        loss, cut = policy_loss(logprobs, entropy, batch, self.config)
-        old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        real = batch.weights > 0
-        compared = real & (old_logprobs is not batch.engine_logprobs)
-        gap = (old_logprobs - batch.engine_logprobs).abs() * compared
-        sums = dict(tokens=real, entropy=entropy.detach() * real, cut=cut & real, compared=compared, gap=gap,
-                    exp_gap=gap.exp() * compared)
-        if self.config.kl_coef:
-            sums["kl"] = kl_divergence(logprobs.detach(), batch.ref_logprobs, "k3") * real
-        return loss, {name: value.sum().float() for name, value in sums.items()}, gap.max()
+    def step(self) -> float:
+        """One optimizer step, left out if the gradient is not finite. Returns the global gradient norm."""
+        parameters = self.parameters.values()
+        norm = clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True).full_tensor()
+        if norm.isfinite():
+            self.optimizer.step()
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm.item()
 
-    def whole_weights(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Names and whole tensors in the run's dtype, bucket by bucket; all ranks take them together."""
-        return whole_weights(self.weights(), **self.on_the_way)
+    @torch.no_grad()
+    def whole_weights(self):
+        """Yields names and whole tensors in the compute dtype, a layer at a time; all ranks iterate."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        left = set(self.parameters)
+        for unit in [*self.model.model.layers, self.model]:
+            unit.unshard()  # one collective, already in the compute dtype
+            bucket = [one for one in unit.named_parameters(names[id(unit)]) if one[0] in left]
+            bucket = [(name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in bucket]
+            bucket = [(name, whole.clone()) for name, whole in bucket]  # reshard frees the others
+            unit.reshard()
+            left -= {name for name, _ in bucket}  # those of the layers are also the whole model's
+            yield bucket
 
-    def save(self, folder: Path):
-        """Writes weights and config as a Hugging Face folder; all ranks call it, rank 0 writes."""
-        export(self.weights(), folder, self.model.config, **self.on_the_way)
+    def save(self, path: str, folder: Path):
+        """Writes a Hugging Face folder from rank 0, with the tokenizer of `path`; all ranks call it."""
+        whole = {}
+        for bucket in self.whole_weights():
+            whole |= {name: weight.cpu() for name, weight in bucket if RANK == 0}
+        if RANK == 0:
+            weights = shutil.ignore_patterns("*.safetensors*", "*.bin", ".*")
+            shutil.copytree(path, folder, ignore=weights, dirs_exist_ok=True)
+            save_torch_state_dict(whole, folder)
+            self.model.config.dtype = self.config.dtype
+            self.model.config.save_pretrained(folder)
 
 
-# ------------------------------------------------ 10. SGLang ----------------------------------------------------------
+# ----------------------------------------------- 10. SGLang -----------------------------------------------
 class SGLangEngine:
-    """Samples with SGLang and keeps its weights new; `link` is the way to it: on the trainer's GPUs, or on servers."""
-    exact = False       # its kernels are not the actor's: log-probs differ by more than the order of a sum
+    """SGLang in processes on the GPUs of a tensor-parallel group, whose first rank talks to it."""
+
+    exact = False  # its kernels are not the actor's: log-probs differ by more than the order of a sum
 
     def __init__(self, path: str, tokenizer, mesh: dict[str, DeviceMesh], config: Config):
-        self.config, self.version = config, 0
-        self.share = slice(None) if mesh["tp"].get_local_rank() == 0 else slice(0)  # it asks for its whole group
-        self.link = Colocated(path, mesh["tp"], config) if config.engine == "sglang" else Servers(config)
-        self.loop, self.vocab_size = self.link.loop, AutoConfig.from_pretrained(path).vocab_size
-        self.sleep, self.close = self.link.sleep, self.link.close   # asleep it forgets all: a push must follow
-        self.sampling = dict(stop_token_ids=[tokenizer.eos_token_id], top_p=1.0, top_k=-1, min_p=0.0,
-                             repetition_penalty=1.0)    # said aloud: a server may have defaults of its own
+        self.config = config
+        self.group = mesh["tp"].get_group()
+        self.vocab_size = AutoConfig.from_pretrained(path).vocab_size
+        self.eos_token_id = tokenizer.eos_token_id
+        self.version = 0  # pushes so far
+        self.engine = None
+        self.loop = asyncio.new_event_loop()
+        self.share = slice(None if self.group.rank() == 0 else 0)  # of the group's prompts
+        torch.multiprocessing.set_sharing_strategy("file_system")  # CPU tensors reach any process by name
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)  # SGLang's groups would wait at torchrun's store
+        options = {"model_path": path, "dtype": config.dtype, "device": config.device, "log_level": "error"}
+        options |= {"tp_size": self.group.size(), "skip_tokenizer_init": True}
+        if config.device == "cuda":
+            options |= {"base_gpu_id": LOCAL_RANK, "enable_memory_saver": True}
+            options["disable_prefill_cuda_graph"] = True  # it cannot be released, unlike what these release:
+            os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
+            os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] = "0"
+            os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # the memory saver refuses expandable segments
+        if self.group.rank() == 0:
+            import sglang  # starts processes that import this file again
 
-    async def generate(self, ids: list[int], temperature: float, seed: int, limit: int = 0):
-        """Samples one completion of at most `limit` tokens, by default max_new_tokens. Returns what `rollout` expects.
+            self.engine = sglang.Engine(**options | json.loads(config.sglang_args))
+            self.loop = self.engine.loop
+        self.barrier()  # SGLang measures free memory as it starts: no rank may load the actor before
 
-        SGLang heeds the seed in its deterministic mode only: --sglang_args '{"enable_deterministic_inference": true}'.
-        """
-        sampling = self.sampling | dict(temperature=temperature, sampling_seed=seed,
-                                        max_new_tokens=limit or self.config.max_new_tokens)
-        return await self.link.generate(self.version, input_ids=ids, return_logprob=True, sampling_params=sampling)
+    async def generate(self, ids: np.ndarray, temperature: float, seed: int, max_new_tokens: int = 0):
+        """Samples one completion of ids [T]. Returns ids [t], log-probs [t], version, and if cut off."""
+        # SGLang uses the seed only with "enable_deterministic_inference" in --sglang_args.
+        sampling = {"temperature": temperature, "sampling_seed": seed, "stop_token_ids": [self.eos_token_id]}
+        sampling["max_new_tokens"] = max_new_tokens or self.config.max_new_tokens
+        request = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
+        info = (await self.engine.async_generate(**request))["meta_info"]
+        if info["finish_reason"]["type"] == "abort":
+            raise RuntimeError(f"SGLang aborted a request: {info['finish_reason']}")
+        logprobs, new_ids, _ = zip(*info["output_token_logprobs"])
+        if len(new_ids) != info["completion_tokens"]:
+            raise ValueError(f"SGLang returned {len(new_ids)} of {info['completion_tokens']} log-probs")
+        return new_ids, np.array(logprobs, float), self.version, info["finish_reason"]["type"] == "length"
 
-    def push(self, weights: Iterable[list[tuple[str, torch.Tensor]]]):
-        """Wakes SGLang up with new weights, whole ones bucket by bucket; all ranks call it together."""
+    def call(self, method: str, *args, **kwargs):
+        """Calls SGLang from the rank that may; raises RuntimeError for failures that it only returns."""
+        answer = getattr(self.engine, method)(*args, **kwargs) if self.engine else None
+        success, message = answer if isinstance(answer, tuple) else (getattr(answer, "success", True), answer)
+        if not success:
+            raise RuntimeError(f"sglang: {method} failed: {message}")
+
+    def barrier(self):
+        """Frees what the ranks only cache, and makes them wait for each other on gloo, without GPU memory."""
+        if GPU:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+        dist.all_reduce(torch.zeros(1), group=self.group)
+
+    def sleep(self):
+        """Gives SGLang's GPU memory to the trainer. It loses its weights: push before sampling."""
+        while self.engine and not self.engine.flush_cache().success:
+            time.sleep(0.05)  # it is busy for a moment after its last answer
+        self.call("release_memory_occupation")
+        self.barrier()
+
+    def push(self, buckets):
+        """Wakes SGLang up with new weights; all ranks call this together."""
         self.version += 1
-        self.link.begin()
-        for bucket in weights:
-            self.link.send(bucket, self.version)
-        self.link.end()
+        self.barrier()
+        self.call("resume_memory_occupation", tags=["weights"])
+        self.call("begin_weight_update")
+        for bucket in buckets:
+            sent = self.send(bucket)  # kept until the next one is sent: SGLang may still be copying
+            bucket.clear()
+        del sent
+        self.call("end_weight_update")
+        self.barrier()  # where memory runs out, SGLang's memory saver ends the process
+        self.call("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+
+    def send(self, bucket: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
+        """Sends a bucket as one flat tensor: each rank its own, on its own GPU, to SGLang's rank there."""
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        if GPU:
+            monkey_patch_torch_reductions()  # GPUs travel by UUID, as processes may number them differently
+        flat = FlattenedTensorBucket(named_tensors=bucket)
+        content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        payloads = [None] * self.group.size()
+        dist.all_gather_object(payloads, MultiprocessingSerializer.serialize(content), group=self.group)
+        self.call("update_weights_from_tensor", payloads, load_format="flattened_bucket", flush_cache=False)
+        self.barrier()
+        return content["flattened_tensor"]
+
+    def close(self):
+        """Ends SGLang's processes."""
+        self.call("shutdown")
 
 
-# ================================================ Part III: the loop ==================================================
+# ======================================== Part III: the loop ==============================================
+EXTRAS = "checks watchdog compile offload monitor gate checkpoint"  # each extends the Trainer, if there
+BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # of the mean |log-prob difference| between engine and actor
+SHOWN = "reward:.3f eval_score:.3f entropy:.2f grad_norm:.2f clip_fraction:.3f logprob_diff:.0e time_step:.2f"
+
+
 class Trainer:
-    """Act, compare, learn, publish. A recipe may subclass it."""
+    """Sample, compare, learn, publish. A recipe may subclass it."""
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
-        self.config, self.env_step = config, partial(ask, env_step, seconds=config.reward_timeout)
-        self.timed, self.stop = Stopwatch(), Stop()
-        self.data = dataset_class(config.eval_data if config.eval_only else config.data)
+        self.config = config
+        self.reward_fn = reward_fn
+        self.env_step = env_step
+        if config.reward_workers:  # before there are threads, connections and a GPU, which no fork survives
+            self.reward_fn = load_extra("reward_workers", "--reward_workers").isolate(reward_fn, config)
+        self.data = dataset_class(config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
-        self.judges = Judges(reward_fn, config)         # before there are threads, which a fork would lose
         self.mesh = init_distributed(config)
-        path, context = find_model(config.model, self.mesh["tp"].size())
-        self.tokenizer, self.room = find_tokenizer(path), context - config.max_new_tokens
-        check_prompts([self.data, self.eval_data], partial(encode_prompt, self.tokenizer), self.room)
-        self.checkpoint, self.state = find_run(config)
-        self.draws = self.state["draws"]
-        engine_class = LocalEngine if config.engine == "local" else SGLangEngine
-        self.engine = engine_class(path, self.tokenizer, self.mesh, config)
-        self.actor = Actor(path, self.mesh, config, self.engine.vocab_size)
-        self.reference = Policy(path, self.mesh, config, self.engine.vocab_size) if config.kl_coef else None
-        self.learners = {"actor": self.actor}           # what a checkpoint holds
-        set_seed(config.seed + dist.get_rank())         # for an env_step that draws; not sooner: SGLang draws its ports
-        probe = Probe(self, rollout, make_batch)
-        self.gate = Gate(config, self.actor.model.config.tie_word_embeddings, probe.play, probe.score)
-        self.log = RunLog(asdict(config), __file__, self.tokenizer, len(self.data), dist.get_rank() == 0,
-                          self.checkpoint and self.checkpoint.parent, self.state.get("log"))
+        self.rank = self.mesh["dp"].get_local_rank()
+        self.ranks = self.mesh["dp"].size()
+        files = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
+        is_local = Path(config.model).is_dir()
+        self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=files)
+        self.tokenizer = AutoTokenizer.from_pretrained(self.path)
+        self.room = AutoConfig.from_pretrained(self.path).max_position_embeddings - config.max_new_tokens
+        extra = "local_engine" if config.engine == "local" else "servers"
+        engine_class = SGLangEngine if config.engine == "sglang" else load_extra(extra, "--engine").Engine
+        self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
+        policy = (self.path, self.mesh, config, self.engine.vocab_size)
+        self.actor = Actor(load_policy(*policy), self.mesh, config)
+        self.reference = load_policy(*policy) if config.kl_coef else None
+        self.first_step = 0  # which only evaluates
+        self.draws = 0  # rollouts so far
+        epochs = range(1 + config.steps * config.prompts_per_step // len(self.data))
+        seeds = [torch.Generator().manual_seed(hash((config.seed, epoch))) for epoch in epochs]
+        order = torch.cat([torch.randperm(len(self.data), generator=seed) for seed in seeds])
+        self.prompts = list(enumerate(order.tolist()))  # (place in the run, row)
+        self.folder = Path(config.output_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
+        if RANK == 0:
+            self.open_log()
 
     def fit(self):
-        """Runs all steps with evaluations between them, and leaves the model as a Hugging Face folder."""
-        config = self.config
-        last = 0 if config.eval_only else config.steps
-        self.start()
-        try:
-            for step in range(self.state["step"] + 1, last + 1):    # step 0 only evaluates: the model as it came
-                metrics, samples = self.step() if step else ({}, [])
-                if self.eval_data and (step % config.eval_every == 0 or step == last):
-                    metrics |= self.evaluate()
-                self.log.write(step, metrics, samples)
-                check_failures(samples, config.max_reward_failures)
-                check_skipped(self.actor.skipped, config.max_skipped_steps)
-                self.state = dict(step=step, draws=self.draws, version=self.engine.version, random=random_states(),
-                                  log=self.log.state())
-                if config.save_every and step and step % config.save_every == 0:
-                    self.save_checkpoint()
-                if config.target and metrics.get("eval_score", -math.inf) >= config.target:
-                    self.log.reached(step, metrics["eval_score"])
-                    break
-                if step < last:
-                    self.stop.check()
-            if not config.eval_only:
-                save_model(config, self.save)
-        except Stopped as stopped:
-            self.save_checkpoint()
-            self.log.stopped(str(stopped), self.state["step"])
-        self.log.close()
+        """Runs all steps with evaluations between them, and exports the model."""
+        self.engine.sleep()
+        self.publish()
+        for step in range(self.first_step, self.config.steps + 1):
+            metrics, samples = self.step() if step > 0 else ({}, [])
+            if self.eval_data and (step % self.config.eval_every == 0 or step == self.config.steps):
+                metrics |= self.evaluate()
+            self.write(step, metrics, samples)
+        self.actor.save(self.path, self.folder / "model")
         self.engine.close()
 
-    def start(self):
-        """Takes over a checkpoint, if there is one, and hands the engine its first weights."""
-        self.swap(to="actor")
-        if self.checkpoint:
-            load_checkpoint(self.checkpoint, self.state, self.learners)
-            self.engine.version = self.gate.pushes = self.state["version"] - 1      # the next push is that one again
-        self.publish(start=True)
-        self.swap(to="engine")
-        self.stop.listen()
-
-    def evaluate(self) -> dict[str, float]:
-        """The mean reward on the evaluation data (avg@n); with several samples a prompt, that of the best of k, too."""
-        size, prompts = self.config.eval_samples, list(enumerate(range(len(self.eval_data))))
-        played = gather(self.act(self.eval_data, prompts, size, self.config.eval_temperature), self.mesh["dp"])
-        check_failures(played, self.config.max_reward_failures)
-        failures = sum(bool(sample.failure) for sample in played)
-        scores = [0.0 if sample.failure else sample.reward for sample in played]
-        groups = [scores[i:i + size] for i in range(0, len(scores), size)]
-        return {"eval_score": fmean(scores), "eval_failures": failures} | best_of(groups)
-
     def step(self) -> tuple[dict[str, float], list[Sample]]:
-        """One step of GRPO. Returns metrics and samples of all ranks."""
-        self.timed.clear()
-        with self.timed("step"):
-            samples = self.rollout()
-            self.swap(to="actor")
-            metrics = self.learn(samples) | self.publish()
-            self.gate.judge_rollout(metrics["logprob_diff"])
-            self.swap(to="engine")
-        return metrics | speed(self.actor.model.config, samples, self.timed, self.mesh["dp"]), samples
+        """One step of GRPO. Returns metrics, and this rank's samples."""
+        samples = self.rollout()
+        self.engine.sleep()
+        metrics = self.learn(samples)
+        self.publish()
+        return metrics, samples
 
     def rollout(self) -> list[Sample]:
-        """The samples of a step, of all ranks; with --dynamic_sampling of groups that teach, if enough of them come."""
-        config, size, chosen, others = self.config, self.config.group_size, [], []
-        for _ in range(1 + config.dynamic_sampling):
-            self.draws += 1
-            with self.timed("rollout"), self.stop.may_drop():
-                prompts = prompt_order(self.draws, len(self.data), config)
-                played = self.act(self.data, prompts, size, config.temperature)
-            with self.timed("wait"):        # for the ranks that are not through
-                played = sorted(gather(played, self.mesh["dp"]), key=lambda sample: sample.key)
-                self.stop.check()
-            for group in (played[i:i + size] for i in range(0, len(played), size)):
-                rewards_found = {sample.reward for sample in without_failures(group)}
-                teaches = not config.dynamic_sampling or len(rewards_found) > 1
-                (chosen if teaches else others).extend(group)
-            if len(chosen) >= len(played):
-                break
-            check_failures(played, config.max_reward_failures)      # now: groups that are drawn anew leave no trace
-        return (chosen + others)[:len(played)]
+        """Samples a group for each prompt of this rank. Groups stay where they were sampled."""
+        config = self.config
+        first = self.draws * config.prompts_per_step
+        self.draws += 1
+        prompts = self.prompts[first : first + config.prompts_per_step]
+        mine = [one for one in prompts if one[0] // config.updates_per_step % self.ranks == self.rank]
+        return self.sample(self.data, mine, config.group_size, config.temperature)
 
-    def learn(self, samples: list[Sample]) -> dict[str, float]:
-        """Compares the samples with each other, and updates the actor."""
-        with self.timed("logprobs"):
-            if self.reference:
-                found = self.token_values(samples, lambda batch: self.reference.logprobs(batch)[0])
-                for sample, logprobs in zip(samples, found):
-                    sample.ref_logprobs = logprobs
-            self.compare(samples)
-            updates = self.batches(samples)
-        with self.timed("update"):
-            metrics = self.actor.update(updates)
-            hand_back(samples, sum(updates, []), ("entropy", "logprob_diff"), self.mesh["dp"])
-        return metrics
-
-    def swap(self, to: str):
-        """Frees the devices for the next phase: of the engine for the actor, with --offload the other way, too."""
-        with self.timed("swap"):
-            if to == "actor":
-                self.engine.sleep()
-            if self.config.offload:
-                for model in filter(None, (*self.learners.values(), self.reference)):
-                    move(model, self.config.device if to == "actor" else "cpu")
-
-    def publish(self, start: bool = False) -> dict[str, float]:
-        """Hands the actor's weights to the engine, and lets the gate see whether they arrived."""
-        with self.timed("push"):
-            self.engine.push(self.actor.whole_weights())
-        with self.timed("gate"):
-            return self.gate.check(start)
-
-    def save(self, folder: Path):
-        """Exports the model as a Hugging Face folder."""
-        self.actor.save(folder)
-        self.log.add_tokenizer(folder)
-
-    def save_checkpoint(self):
-        """Writes what self.state, of the last whole step, goes with."""
-        save_checkpoint(self.config, self.state, self.learners, self.save)
-
-    def act(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list[Sample]:
-        """Plays `size` episodes of each (place, row). Returns those of this data-parallel rank, prompt by prompt."""
-        return self.play(self.episodes(dataset, prompts, size, temperature))
-
-    def episodes(self, dataset, prompts: list[tuple[int, int]], size: int, temperature: float) -> list:
-        """The episodes that this rank plays, not yet begun; a group's start from copies of one prompt."""
-        mine, episodes = prompts[self.mesh["dp"].get_local_rank()::self.mesh["dp"].size()][self.engine.share], []
-        for place, row in mine:
-            prompt = make_prompt(dataset, row, partial(encode_prompt, self.tokenizer), self.room)
-            episodes += [self.episode(replace(deepcopy(prompt), key=(place, i)), temperature) for i in range(size)]
-        return episodes
-
-    def play(self, episodes: list) -> list[Sample]:
-        """Runs episodes, all at once, on this rank's share of an engine. Returns those of its tensor-parallel group."""
-        with_bar = partial(tqdm.gather, desc="rollout", leave=False, disable=None if dist.get_rank() == 0 else True)
-        return gather(run(self.engine.loop, self.stop.together(episodes, with_bar)), self.mesh["tp"])
+    def sample(self, dataset, prompts: list, group_size: int, temperature: float) -> list[Sample]:
+        """Plays group_size episodes per prompt (place, row). Returns this data-parallel rank's samples."""
+        episodes = []
+        for place, row in prompts[self.engine.share]:
+            prompt = dataset[row]
+            prompt.append(encode_prompt(self.tokenizer, prompt.messages))
+            fits = len(prompt.tokens) <= self.room  # else it leaves no room for a turn and is skipped
+            for i in range(group_size if fits else 0):
+                sample = deepcopy(prompt)
+                sample.key = (place, i)
+                episodes.append(self.episode(sample, temperature))
+        samples = self.engine.loop.run_until_complete(tqdm.gather(*episodes, desc="rollout", **BAR))
+        parts = [samples] * self.mesh["tp"].size()
+        if len(parts) > 1:
+            dist.all_gather_object(parts, samples, group=self.mesh["tp"].get_group())
+        return sorted(sum(parts, []), key=lambda sample: sample.key)
 
     async def episode(self, sample: Sample, temperature: float) -> Sample:
-        """One rollout with its reward. Its randomness hangs on the run's seed and its key alone."""
-        def generate(ids, turn):
+        """One rollout and its reward. An error in it ends no run: the group is left out of the loss."""
+
+        def generate(ids, turn):  # the seed makes a sample independent of its neighbors and of the ranks
             return self.engine.generate(ids, temperature, hash((self.config.seed, *sample.key, turn)))
 
-        await rollout(sample, self.tokenizer, generate, self.env_step, self.config.max_turns, self.room)
-        seconds = await self.judges.judge(sample)
-        self.timed["time_reward"] += seconds        # a sum over samples, while others are still sampled
+        try:
+            await rollout(sample, self.tokenizer, generate, self.env_step, self.config, self.room)
+            await self.score(sample)
+        except UserError:
+            raise
+        except Exception as error:
+            sample.failure = "".join(traceback.format_exception(error)[-2:])  # the last line of code, and why
         return sample
 
-    @torch.no_grad()
-    def token_values(self, samples: list[Sample], model) -> list[list[float]]:
-        """What model(batch), [N], says of samples that all ranks have, a list [T] for each. Ranks share the work."""
-        batches = self.share(samples, samples[0])
-        return per_sample(samples, batches, [model(batch) for batch in batches], self.mesh["dp"])
+    async def score(self, sample: Sample):
+        """Sets the reward. Raises ValueError unless it and the sample's metrics are finite."""
+        reward = self.reward_fn(sample)
+        if asyncio.iscoroutine(reward):
+            limit = None if self.config.reward_workers else self.config.reward_timeout  # workers keep it
+            reward = await asyncio.wait_for(reward, limit)
+        if not np.isfinite([reward, *sample.metrics.values()]).all():
+            raise ValueError(f"reward_fn returned {reward} with the metrics {sample.metrics}")
+        sample.reward = float(reward)
 
     def compare(self, samples: list[Sample]):
-        """Sets the advantages of whole groups; a failure's is compared with nothing."""
-        samples = without_failures(samples) or samples
-        config, tokens = self.config, make_batch(samples, "cpu")
-        groups = dict(sequences=tokens.sequences, size=config.group_size)
-        advantages = above_baseline(token_returns(samples, tokens, config), **groups, baseline=config.baseline)
-        advantages = normalized(advantages, steps=tokens.steps, **groups, normalize=config.normalize)
-        for sample, values in zip(samples, by_sample(tokens, advantages)):
-            sample.advantages = values
+        """Sets each token's advantage: its completion's in the group. A recipe may credit turns instead."""
+        scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+        advantages = group_advantages(scores, self.config.group_size, self.config.normalize_std)
+        for sample, advantage in zip(samples, advantages.tolist()):
+            sample.tokens["advantage"] = advantage
 
-    def batches(self, samples: list[Sample]) -> list[list[Batch]]:
-        """The micro-batches of this rank for each optimiser step, from the samples of all ranks."""
-        config, count = self.config, self.config.updates_per_step
-        groups = [samples[i:i + config.group_size] for i in range(0, len(samples), config.group_size)]
-        updates = [self.micro_batches(sum(groups[i::count], [])) for i in range(count)]
-        for i, batches in enumerate(updates):
-            for batch in batches:
-                batch.old_logprobs = self.old_logprobs(batch, i)
-        return updates
-
-    @torch.no_grad()
-    def old_logprobs(self, batch: Batch, update: int) -> torch.Tensor | None:
-        """Where the ratio of the loss starts, [N]. The first optimiser step is on-policy: None, its own pass."""
-        if update == 0:
-            return None
-        return batch.engine_logprobs if self.engine.exact else self.actor.logprobs(batch)[0]
+    def learn(self, samples: list[Sample]) -> dict[str, float]:
+        """Updates the actor --updates_per_step times, each on its share of the groups."""
+        failed = {sample.key[0] for sample in samples if sample.failure}
+        whole = [sample for sample in samples if sample.key[0] not in failed]
+        self.compare(whole)
+        count = self.config.updates_per_step
+        shares = [[sample for sample in whole if sample.key[0] % count == i] for i in range(count)]
+        updates = [self.micro_batches(share) for share in shares]
+        with torch.no_grad():
+            for batch in sum(updates, []) if self.reference else []:
+                batch.ref_logprobs, _ = self.reference.logprobs(batch)
+            for batch in sum(updates[1:], []):  # the first update is on-policy: its own pass is the old one
+                exact = self.engine.exact
+                batch.old_logprobs = batch.engine_logprobs if exact else self.actor.model.logprobs(batch)[0]
+        history = []
+        for batches in updates:
+            metrics = self.actor.backward(batches, self.loss)
+            self.check_engine(metrics["logprob_diff"])
+            history.append(metrics | {"grad_norm": self.actor.step()})
+        means = {name: np.mean([metrics[name] for metrics in history]) for name in history[0]}
+        return means | {"logprob_diff": history[0]["logprob_diff"]}
 
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
-        """Packs the samples of one optimiser step. Those that leave no gradient only count in the weights."""
-        config = self.config
-        counted = [sample for sample in without_failures(samples)
-                   if not (config.mask_truncated and sample.truncated)]
-        always = config.entropy_coef or config.kl_coef and config.kl_in == "loss"
-        batches = self.share([sample for sample in counted if always or any(sample.advantages)], samples[0])
-        for batch in batches:
-            batch.weights *= token_weights(batch, config.aggregation, counted or samples, config.max_new_tokens)
-        return batches
+        """This rank's micro-batches of one optimizer step, as many as on every rank."""
+        budget = self.config.tokens_per_micro_batch
+        trained = sum(sample.tokens["mask"].sum() for sample in samples)
+        set_weights(samples, self.config, *reduce_over(self.mesh["dp"], [len(samples), trained]))
+        always = self.config.kl_coef or self.config.entropy_coef  # else no advantage means no gradient
+        useful = [sample for sample in samples if always or sample.tokens["advantage"].any()]
+        (count,) = reduce_over(self.mesh["dp"], [len(pack(useful, budget, 1))], dist.ReduceOp.MAX)
+        return [make_batch(part, self.config.device) for part in pack(useful, budget, int(count))]
 
-    def share(self, samples: list[Sample], filler: Sample) -> list[Batch]:
-        """This rank's micro-batches of samples that all ranks have.
+    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict]:
+        """The loss of a micro-batch, and what to log the mean of, [N] each."""
+        logprobs, entropy = self.actor.model.logprobs(batch)
+        if batch.old_logprobs is None:
+            batch.old_logprobs = logprobs.detach()
+        return grpo_loss(logprobs, entropy, batch, self.config)
 
-        FSDP wants as many on each rank: one that gets none runs the filler, with a weight of 0.
-        """
-        dp = self.mesh["dp"]
-        packs = pack(samples, self.config.tokens_per_micro_batch, dp.size())
-        mine = packs[dp.get_local_rank()::dp.size()]
-        batches = [make_batch(part or [filler], self.config.device) for part in mine]
-        for part, batch in zip(mine, batches):
-            batch.weights *= bool(part)
-        return batches
+    def check_engine(self, gap: float):
+        """Ends the run before the optimizer step if the engine's samples are not the actor's."""
+        if self.config.gate == "stop" and not gap <= BOUND[self.config.dtype]:
+            raise UserError(f"--gate: log-probs of engine and actor differ by {gap:.1e} nats per token")
+
+    def publish(self):
+        """Pushes the actor's weights into the engine."""
+        self.engine.push(self.actor.whole_weights())
+
+    def evaluate(self) -> dict[str, float]:
+        """The mean reward on the evaluation data."""
+        prompts = [(row, row) for row in range(self.rank, len(self.eval_data), self.ranks)]
+        samples = self.sample(self.eval_data, prompts, 1, self.config.eval_temperature)
+        rewards = [sample.reward for sample in samples]
+        total, count = reduce_over(self.mesh["dp"], [sum(rewards), len(rewards)])
+        return {"eval_score": total / count}
+
+    def open_log(self):
+        """Makes the folder of the run."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "metrics.jsonl").touch(exist_ok=bool(self.config.resume))  # no run is written over
+        (self.folder / "config.json").write_text(json.dumps(asdict(self.config), indent=1))
+        wandb.init(project="grpo", config=asdict(self.config), dir=self.folder, mode=self.config.wandb)
+        missing = [name for name in EXTRAS.split() if not load_extra(name)]
+        without = f", without {', '.join(missing)} (extras/)" if missing else ""
+        tqdm.write(f"Training {self.config.model} on {self.config.data}{without}; output in {self.folder}")
+
+    def write(self, step: int, metrics: dict[str, float], samples: list[Sample]):
+        """Logs a step from rank 0, with the samples of all ranks."""
+        mine = samples if self.mesh["tp"].get_local_rank() == 0 else []
+        parts = [None] * dist.get_world_size() if RANK == 0 else None
+        dist.gather_object([self.record(sample) for sample in mine], parts)
+        if RANK > 0:
+            return
+        records = sorted(sum(parts, []), key=lambda record: record["key"])
+        numbers = [record["metrics"] for record in records]
+        for name in {name: 0 for found in numbers for name in found}:
+            metrics[name] = np.mean([found[name] for found in numbers if name in found])
+        shown = [item.split(":") for item in SHOWN.split()]
+        line = [f"{name} {metrics[name]:{form}}" for name, form in shown if name in metrics]
+        tqdm.write(" | ".join([f"step {step}", *line]))
+        with open(self.folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps({"step": step} | metrics) + "\n")
+        with open(self.folder / "samples.jsonl", "a") as file:
+            file.writelines(json.dumps({"step": step} | record, default=str) + "\n" for record in records)
+        wandb.log(metrics, step=step)
+
+    def record(self, sample: Sample) -> dict:
+        """What samples.jsonl keeps of a sample; the metrics are averaged over the step."""
+        metrics = {"reward": sample.reward, "response_length": int(sample.tokens["mask"].sum())}
+        metrics |= {"truncated": sample.truncated, "failures": bool(sample.failure)} | sample.metrics
+        content = {"row": sample.row, "text": sample.text, "failure": sample.failure}
+        return {"key": sample.key, "reward": sample.reward} | content | {"metrics": metrics}
 
 
-def main(config_class=Config, dataset_class=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer_class=Trainer):
-    """Runs a training; a recipe hands over what it replaces."""
-    with one_line_errors():
-        trainer_class(parse_flags(config_class, TINY, sys.argv[1:], flags_of), dataset_class, reward_fn, env_step).fit()
-    dist.barrier()          # nobody leaves before rank 0 has written everything
+def main(config=Config, dataset=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer=Trainer):
+    """Runs a training; a recipe passes what it replaces."""
+    try:
+        for name in EXTRAS.split():
+            extra = load_extra(name)
+            trainer = extra.extend(trainer) if extra else trainer
+        trainer(parse_flags(config, sys.argv[1:]), dataset, reward_fn, env_step).fit()
+    except UserError as error:
+        time.sleep(2 * (LOCAL_RANK > 0))  # rank 0 speaks, and then torchrun ends the others
+        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        os._exit(2)  # at once: other ranks may be waiting for this one
+    dist.barrier()
     dist.destroy_process_group()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # SGLang's processes import this file again
     main()

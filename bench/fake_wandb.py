@@ -1,7 +1,8 @@
-"""Servers of wandb that fail, for bench.faults: closed, silent, or lost in the middle.
+"""Servers of Weights & Biases that fail, for bench.faults: closed, silent, or lost in the middle of a run.
 
-Each is a context that gives more environment and more flags.
+Each is a context manager that yields further environment variables and further flags.
 """
+
 import gzip
 import json
 import socket
@@ -13,12 +14,20 @@ from pathlib import Path
 
 ME = dict(id="bWU=", username="me", entity="me", flags="{}", teams=dict(edges=[]))
 PROJECT = dict(id="cA==", name="grpo", entity=dict(id="bWU=", name="me"))
-BUCKET = dict(id="cg==", name="run", displayName="run", description=None, config="{}", sweepName=None, project=PROJECT,
-              historyLineCount=0)
+BUCKET = dict(
+    id="cg==",
+    name="run",
+    displayName="run",
+    description=None,
+    config="{}",
+    sweepName=None,
+    project=PROJECT,
+    historyLineCount=0,
+)
 
 
 def at(port: int) -> tuple[dict, dict]:
-    """What says to a run that wandb is at this port."""
+    """The environment and flags of a run whose wandb is at this port."""
     return dict(WANDB_BASE_URL=f"http://127.0.0.1:{port}"), {}
 
 
@@ -32,14 +41,14 @@ def closed(folder: Path):
 
 @contextmanager
 def silent(folder: Path):
-    """A port that takes connections, and never answers."""
+    """A port that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=128) as server:
         yield at(server.getsockname()[1])
 
 
 @contextmanager
 def lost(folder: Path):
-    """A server that answers, until the note of the fault is there; then it drops what comes."""
+    """A server that answers until the fault's note exists, and then drops every request."""
     server = Server(("127.0.0.1", 0), partial(Answers, folder.parent / "note"))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -50,15 +59,17 @@ def lost(folder: Path):
 
 
 class Server(ThreadingHTTPServer):
-    """Many requests at once, and no word of those that broke off."""
-    request_queue_size, daemon_threads = 1024, True
+    """Serves many requests at once, and is silent about those that broke off."""
+
+    request_queue_size = 1024
+    daemon_threads = True
 
     def handle_error(self, *who):
-        """A run that has ended reads no answers."""
+        """Ignores a run that has ended without reading its answer."""
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Just enough of wandb for `wandb.init(mode="online")`, by what the client of wandb 0.31 asks."""
+    """Just enough of wandb for `wandb.init(mode="online")`, as the client of wandb 0.31 asks."""
 
     def __init__(self, note: Path, *parts):
         self.note = note

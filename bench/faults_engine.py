@@ -1,8 +1,9 @@
-"""The faults of an engine, for `python -m bench.faults --only engine`: it needs the real sglang.
+"""The faults of an engine, for `python -m bench.faults --only engine`: they need the real sglang.
 
-SGLang dies (SIGKILL) or hangs (SIGSTOP): the scheduler of rank 1's where it is colocated, one of two servers otherwise.
-And a server gives answers that are none: a proxy stands before it, and spoils one of them, or all from an instant on.
+SGLang dies (SIGKILL) or hangs (SIGSTOP): rank 1's scheduler where it is colocated, otherwise one of two
+servers. And a server returns invalid answers: a proxy spoils one of them, or all from an instant on.
 """
+
 import atexit
 import json
 import os
@@ -23,15 +24,32 @@ from pathlib import Path
 
 from bench.fake_wandb import Server
 from bench.faults import Case, injected
-from train import TINY
+from bench.measure import ASSETS, ROOT
 
-ROOT = Path(__file__).parent.parent
 CPU = dict(SGLANG_USE_CPU_ENGINE="1", PYTHONPATH=f"{ROOT}/.ci/sglang_cpu", SGLANG_CPU_OMP_THREADS_BIND="0")
-SERVER = ["-m", "sglang.launch_server", "--model-path", TINY["model"], "--device", "cpu", "--dtype", "float32",
-          "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-          "--disable-cuda-graph", "--max-total-tokens", "32768", "--skip-tokenizer-init", "--sleep-on-idle"]
+SERVER = [
+    "-m",
+    "sglang.launch_server",
+    "--model-path",
+    str(ASSETS / "tiny"),
+    "--device",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--attention-backend",
+    "torch_native",
+    "--sampling-backend",
+    "pytorch",
+    "--grammar-backend",
+    "none",
+    "--disable-cuda-graph",
+    "--max-total-tokens",
+    "32768",
+    "--skip-tokenizer-init",
+    "--sleep-on-idle",
+]
 SPOILED = ("half its tokens", "no tokens", "no log-probs", "no meta_info", "half of the JSON", "no JSON")
-SILENCE = 30            # --engine_timeout
+SILENCE = 30  # --engine_timeout
 
 
 def engine_cases() -> list[Case]:
@@ -39,17 +57,32 @@ def engine_cases() -> list[Case]:
     found = []
     for how in ("KILL", "STOP"):
         for place, around in (("colocated", colocated), ("one of two servers", two_servers)):
-            cases = injected("engine", "signal", ("rollout 1", "push 3", "evaluation 4"), 1, around=around,
-                             FAULT_SIGNAL=how)
+            cases = injected(
+                "engine",
+                "signal",
+                ("rollout 1", "push 3", "evaluation 4"),
+                1,
+                around=around,
+                FAULT_SIGNAL=how,
+            )
             found += [replace(case, fault=f"{place}, {how}") for case in cases]
-            if around is colocated:     # with one process, no other rank is there to notice
-                found += [replace(case, fault=f"{place}, {how}, one process", env=case.env | dict(FAULT_RANK="0"),
-                                  processes=1) for case in cases]
+            if around is colocated:  # with one process, no other rank is there to notice
+                found += [
+                    replace(
+                        case,
+                        fault=f"{place}, {how}, one process",
+                        env=case.env | dict(FAULT_RANK="0"),
+                        processes=1,
+                    )
+                    for case in cases
+                ]
     for kind in SPOILED:
         for instants, count in ((("rollout 1", "rollout 3", "evaluation 4"), 1), (("rollout 3",), 10**9)):
             cases = injected("engine", "answers", instants, around=partial(spoiling, kind, count))
-            found += [replace(case, fault=f"{'one answer has' if count == 1 else 'all answers have'} {kind}")
-                      for case in cases]
+            found += [
+                replace(case, fault=f"{'one answer has' if count == 1 else 'all answers have'} {kind}")
+                for case in cases
+            ]
     return [replace(case, flags=dict(engine_timeout=SILENCE), patience=4.0 * SILENCE) for case in found]
 
 
@@ -62,7 +95,7 @@ def colocated(folder: Path):
 
 @contextmanager
 def two_servers(folder: Path):
-    """One that stays, and one that the fault is for."""
+    """Two servers: one that stays, and one that the fault hits."""
     process, url = launch(folder.parent / "server")
     try:
         ready(process, url)
@@ -73,8 +106,10 @@ def two_servers(folder: Path):
 
 @contextmanager
 def spoiling(kind: str, count: int, folder: Path):
-    """A server behind a proxy, which spoils so many answers once the fault's note is there."""
-    note, lock, left = folder.parent / "note", threading.Lock(), [count]
+    """A server behind a proxy, which spoils `count` answers once the fault's note exists."""
+    note = folder.parent / "note"
+    lock = threading.Lock()
+    left = [count]
 
     def spoil(body: bytes) -> bytes:
         with lock:
@@ -92,13 +127,18 @@ def spoiling(kind: str, count: int, folder: Path):
 
 
 def launch(log: Path) -> tuple[subprocess.Popen, str]:
-    """A server of SGLang, in a group of processes of its own, and its address; it is not ready yet."""
+    """Starts a server of SGLang in a process group of its own. Returns it and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([sys.executable, *SERVER, "--port", str(port)], cwd=ROOT, stdout=log.open("w"),
-                               stderr=subprocess.STDOUT, start_new_session=True,
-                               env=os.environ | CPU | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""))
+    process = subprocess.Popen(
+        [sys.executable, *SERVER, "--port", str(port)],
+        cwd=ROOT,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=os.environ | CPU | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+    )
     return process, f"http://127.0.0.1:{port}"
 
 
@@ -117,7 +157,7 @@ def ready(process: subprocess.Popen, url: str):
 
 @cache
 def steady() -> str:
-    """The address of a server that no fault is for; it is started once, and ends with this process."""
+    """The address of a server that no fault hits; started once, it ends with this process."""
     process, url = launch(Path(tempfile.mkstemp()[1]))
     atexit.register(end, process)
     ready(process, url)
@@ -125,7 +165,7 @@ def steady() -> str:
 
 
 def end(process: subprocess.Popen):
-    """Kills a server with all its processes, frozen ones, too."""
+    """Kills a server with all its processes, including frozen ones."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -135,11 +175,11 @@ def end(process: subprocess.Popen):
 
 # ------------------------------------------------ answers ------------------------------------------------------------
 def spoiled(kind: str, body: bytes) -> bytes:
-    """What a broken server makes of an answer to `generate`."""
+    """An answer to `generate` as a broken server would give it."""
     if kind == "no JSON":
         return b"<html>Bad gateway</html>"
     if kind == "half of the JSON":
-        return body[:len(body) // 2]
+        return body[: len(body) // 2]
     answer = json.loads(body)
     tokens = answer["meta_info"]["output_token_logprobs"]
     if kind == "no meta_info":
@@ -147,15 +187,18 @@ def spoiled(kind: str, body: bytes) -> bytes:
     elif kind == "no log-probs":
         answer["meta_info"]["output_token_logprobs"] = [[None, *others] for _, *others in tokens]
     else:
-        answer["meta_info"]["output_token_logprobs"] = tokens[:len(tokens) // 2 if kind == "half its tokens" else 0]
+        answer["meta_info"]["output_token_logprobs"] = tokens[
+            : len(tokens) // 2 if kind == "half its tokens" else 0
+        ]
     return json.dumps(answer).encode()
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """Hands every request on, and every answer back; those to `generate` through spoil(body)."""
+    """Forwards every request, and returns every answer; those to `generate` through spoil(body)."""
 
     def __init__(self, target: str, spoil, *parts):
-        self.target, self.spoil = target, spoil
+        self.target = target
+        self.spoil = spoil
         super().__init__(*parts)
 
     def log_message(self, *parts):
@@ -164,8 +207,12 @@ class Proxy(BaseHTTPRequestHandler):
     def do_POST(self):
         """One request."""
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        request = urllib.request.Request(self.target + self.path, body or None, method=self.command,
-                                         headers={"Content-Type": "application/json"})
+        request = urllib.request.Request(
+            self.target + self.path,
+            body or None,
+            method=self.command,
+            headers={"Content-Type": "application/json"},
+        )
         try:
             with urllib.request.urlopen(request) as answer:
                 status, text = answer.status, answer.read()

@@ -1,12 +1,14 @@
-"""Are the verifiers of rewards.py safe from what a model may write, and is each such text scored as it should be?
+# ruff: noqa: E501
+"""Check that hostile completions cannot break the verifiers of rewards.py, and that each gets the right score.
 
     python -m bench.hostile_texts [--expressions 100000] [--seed 0] [--output assets/hostile_texts.json]
 
-Judges a corpus of hostile completions, made below: most must score 0, some are right answers in an odd form and must
-score 1. Prints for each kind how many there are, how many have a wrong score, and the seconds of the slowest. Then it
-compares the parser of arithmetic with a slow reference on random expressions, of which many are broken. It ends with
-code 1 when a score is wrong or the two disagree.
+Scores the corpus below: most completions must score 0; some are correct answers in an unusual form and must score 1.
+Prints, for each kind, the number of completions, how many got a wrong score, and the seconds of the slowest. Then it
+compares `rewards.evaluate` with a slow reference on random expressions, many of them malformed. Exits with code 1 if
+a score is wrong or the two disagree.
 """
+
 import argparse
 import ast
 import random
@@ -20,13 +22,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import rewards
-from bench import measure
 
+ASSETS = Path(__file__).parent.parent / "assets"
+
+
+# fmt: off
 RIGHT_FORMS = (     # of 3 + 4 + 5
     "3+4+5", " 5 + 4 + 3 ", "(3)+(4)+(5)", "((((3+4+5))))", "3+4+5=12", "3+4+5 = 7+5 = 12", "\t3\n+\r\n4 + 5", "+3+4+5",
     "3--4+5", "3+-+-4+5", "3\u00a0+\u20094 + 5", "03+004+5", "3+(4+5)=", "-(-3-4-5)", "\f3+4+5\v", "3+4+5=20",
-    "5-(-3)- -4", "(" * 90 + "3+4+5" + ")" * 90, "-" * 100 + "3+4+5", "3" + " " * 150 + "+4+5")
-PYTHON = (          # each is 12, or is meant to be taken for it
+    "5-(-3)- -4", "(" * 90 + "3+4+5" + ")" * 90, "-" * 100 + "3+4+5", "3" + " " * 150 + "+4+5", "3" + " " * 250 + "+4+5",
+    " " * 10**6 + "3+4+5" + "\n" * 10**6, " \t".join("(" * 90 + "3+4+5" + ")" * 90), "- " * 150 + "3+4+5")
+PYTHON = (          # each is 12 in Python, or is meant to pass for it
     "__import__('os').getpid()", "__import__('os').system('true') or 12", "(x:=3)+4+5", "lambda: 12",
     "(lambda: 3+4+5)()", "f'{3+4+5}'", "eval('3+4+5')", "exec('x=12')", "int('3')+4+5", "sum([3,4,5])", "[3+4+5][0]",
     "{3+4+5}.pop()", "3+4+5;", "3+4+5 # done", "3+4+5\\\n", "3 if 4 else 5", "3+4+5 if True else 0", "3 and 4 or 5",
@@ -40,7 +46,7 @@ PYTHON = (          # each is 12, or is meant to be taken for it
 BOMBS = ("9**9**9", "9**9**9**9", "10**10**10", "2**2**2**2**2**2", "9^9^9", "9**9**9*0+3+4+5", "(9**9)**(9**9)",
          "99999!", "9!!!!!", "1<<10**9", "10**-10**10", "'a'*10**10", "[0]*10**10", "pow(9,9**9)", "factorial(10**9)",
          "9" * 10**6, "3+4+5+" + "9" * 10**6, "0." + "3" * 10**6, "1/" * 10**5 + "1", "9*" * 10**5 + "9",
-         "-" * 10**6 + "3+4+5", "+".join(["3"] * 10**5))
+         "-" * 10**6 + "3+4+5", "+".join(["3"] * 10**5), "- " * 10**6 + "3+4+5", "3 " * 10**6, "- " * 200 + "3+4+5")
 NESTS = ("(" * 10**6, "(" * 10**5 + "3+4+5" + ")" * 10**5, "((" * 99, "(" * 199 + "5", "(" * 100 + ")" * 100,
          "(-" * 60 + "5" + ")" * 60, "[" * 10**5, "{" * 10**5, "3+(" * 50000 + "4", ")" * 10**6, "()" * 10**5,
          "-(" * 66 + "12" + ")" * 66)
@@ -49,7 +55,7 @@ DIGITS = (          # 3+4+5 in other scripts, and what Unicode counts as a numbe
     "③+④+⑤", "Ⅲ+Ⅳ+Ⅴ", "三+四+五", "𝟑+𝟒+𝟓", "𝟹+𝟺+𝟻",
     "৩+৪+৫", "๓+๔+๕", "3+4+⁵", "3+4+5½", "¼*48", "3＋4＋5", "3−4+13", "3÷4", "3∗4", "3⁄4",
     "(3+4+5）", "3+4+5\u0301", "¹²")
-UNSEEN = (          # characters that do not show, or should not be there
+UNSEEN = (          # invisible or invalid characters
     "3+4+5\0", "\x003+4+5", "3\0+4+5", "3+4+5\ud800", "\udfff3+4+5", "3\ud83d+4+5", "\u202e5+4+3", "3+4+5\u202c",
     "\u200f3+4+5", "3\u200b+4+5", "\ufeff3+4+5", "3+4\u2060+5", "3+4+5\u00ad", "\x1b[2J3+4+5", "3+4+5\x08", "3+4+5\x7f",
     "3+4+5\ufffd", "3+4+5\U000e0031")
@@ -58,7 +64,7 @@ INJECTIONS = (
     "{{3+4+5}}", "${3+4+5}", "%s%s%s%n", "<|im_end|>", "<|im_start|>system\n1.0<|im_end|>", "</think>",
     "<script>3+4+5</script>", "$(touch x)", "return 1.0", "assert True", "score=1=12", "12 == 12", "target",
     "nums[0]+nums[1]+nums[2]", "3+4+5 </answer", "correct")
-TEMPLATES = {       # where an answer stands; whether 3+4+5 counts there
+TEMPLATES = {       # a text around the answer 3+4+5: its score
     "<answer>{}</answer>": 1, "<think>hm</think>\n<answer> {} </answer>": 1,
     "<answer>1</answer> no, <answer>{}</answer>": 1, "<answer>{}</answer><answer>{}</answer>": 1,
     "<answer>e.g. <answer>{}</answer>": 1, "<answer>{}</answer> so be it </answer>": 1,
@@ -73,7 +79,7 @@ TEMPLATES = {       # where an answer stands; whether 3+4+5 counts there
     "\\boxed{{{}}}": 0, "<answer><b>{}</b></answer>": 0, "<answer>{}\n{}</answer>": 0, "<answer>{}</answ\0er>": 0,
     "<answer>{}<\\/answer>": 0, "<answer>" * 10**5 + "{}": 0, "</answer>" * 10**5 + "{}": 0,
     "<answer>{} is right</answer>": 0, "<answer>{}, </answer>": 0}
-ROWS = (            # expression, numbers, target, score: each number once, and exactly
+ROWS = (            # expression, numbers, target, score: each number once, exact arithmetic
     ("3+3+4", [3, 4, 5], 10, 0), ("3+4", [3, 4, 5], 7, 0), ("3+4+5+0", [3, 4, 5], 12, 0), ("34-22", [3, 4, 5], 12, 0),
     ("1+2", [12], 3, 0), ("12", [1, 2], 12, 0), ("1 2", [1, 2], 12, 0), ("5+5", [5], 10, 0), ("5+5", [5, 5], 10, 1),
     ("1/3*3", [1, 3, 3], 1, 1), ("1/49*49", [1, 49, 49], 1, 1), ("8/(3-8/3)", [3, 3, 8, 8], 24, 1),
@@ -82,10 +88,12 @@ ROWS = (            # expression, numbers, target, score: each number once, and 
     ("7/2", [7, 2], 3, 0), ("-5", [5], -5, 1), ("5", [-5], 5, 0), ("", [], 0, 0), ("0", [], 0, 0),
     ("999999999999999999+1", [999999999999999999, 1], 10**18, 1), ("1+2=99", [1, 2], 3, 1), ("7=1+2", [1, 2], 3, 0),
     ("1-2", ["1", "2"], "-1", 1), ("9007199254740993-1", [9007199254740993, 1], 9007199254740991, 0))
+# fmt: on
 
 
 class Case(NamedTuple):
-    """A completion, what it is judged by, and what it should get."""
+    """A completion, the verifier and the row that score it, and the score that it must get."""
+
     kind: str
     verifier: str
     text: str
@@ -94,19 +102,38 @@ class Case(NamedTuple):
 
 
 def countdown_cases() -> list[Case]:
-    """For 3, 4 and 5 with the target 12, and the rows of their own."""
-    kinds = {"right, in an odd form": (RIGHT_FORMS, 1), "Python": (PYTHON, 0), "bomb": (BOMBS, 0),
-             "nesting": (NESTS, 0), "digits of other scripts": (DIGITS, 0), "unseen characters": (UNSEEN, 0),
-             "injection": (INJECTIONS, 0)}
-    cases = [Case(kind, "countdown", f"<answer>{answer}</answer>", dict(nums=[3, 4, 5], target=12), score)
-             for kind, (answers, score) in kinds.items() for answer in answers]
-    cases += [Case("tags", "countdown", template.replace("{}", "3+4+5"), dict(nums=[3, 4, 5], target=12), score)
-              for template, score in TEMPLATES.items()]
+    """Return the cases of countdown, most of them with the numbers 3, 4 and 5 and the target 12."""
+    kinds = {
+        "right, in an odd form": (RIGHT_FORMS, 1),
+        "Python": (PYTHON, 0),
+        "bomb": (BOMBS, 0),
+        "nesting": (NESTS, 0),
+        "digits of other scripts": (DIGITS, 0),
+        "unseen characters": (UNSEEN, 0),
+        "injection": (INJECTIONS, 0),
+    }
+    cases = [
+        Case(kind, "countdown", f"<answer>{answer}</answer>", dict(nums=[3, 4, 5], target=12), score)
+        for kind, (answers, score) in kinds.items()
+        for answer in answers
+    ]
+    cases += [
+        Case("tags", "countdown", template.replace("{}", "3+4+5"), dict(nums=[3, 4, 5], target=12), score)
+        for template, score in TEMPLATES.items()
+    ]
     return cases + [
-        Case("each number once", "countdown", f"<answer>{answer}</answer>", dict(nums=nums, target=target), score)
-        for answer, nums, target, score in ROWS]
+        Case(
+            "each number once",
+            "countdown",
+            f"<answer>{answer}</answer>",
+            dict(nums=nums, target=target),
+            score,
+        )
+        for answer, nums, target, score in ROWS
+    ]
 
 
+# fmt: off
 GSM8K = (           # gold, texts that are right, texts that are wrong: the last number counts
     ("9+9 = <<9+9=18>>18\n#### 18", (
         "18", "It is 18.", "$18", "18.00", "18.0 dollars", "0018", "\\boxed{18}", "18%", "18°", "**18**", "#### 18",
@@ -123,7 +150,7 @@ GSM8K = (           # gold, texts that are right, texts that are wrong: the last
     ("#### 1,234", ("1234", "1,234", "$1,234.00", "1,234.", "1234.0", "01234"),
      ("1.234", "1 234", "234", "12,34.5", "1234,5")),
     ("0.5", (".5", "0.50", "0.5%", "x=.5", "$0.5"), ("1/2", "5", "0,5", "½", "\\frac12", "50%")))
-BOXES = (           # score, texts with that one for 18: the first whole number behind the last \boxed, -1 for none
+BOXES = (           # score, texts with that score if 18 is right: the first integer after the last \boxed; -1 without one
     (1, ("\\boxed{18}", "\\boxed{ 18 }", "\\boxed{\\$18}", "\\boxed{18\\%}", "\\boxed{18 \\text{ dollars}}",
          "\\boxed{1} \\boxed{18}", "\\boxed{\\text{18}}", "\\boxed{18^\\circ}", "\\boxed{018}", "\\boxed{18.00}",
          "\\boxed18", "\\boxed 18", "\\boxed{18", "\\boxed{{18}}", "\\boxed{18\0}", "\\boxed{\ud80018}",
@@ -135,7 +162,7 @@ BOXES = (           # score, texts with that one for 18: the first whole number 
     (-1, ("", "18", "\\boxed{}", "\\boxed{eighteen}", "\\boxed{١٨}", "\\boxed{１８}", "\\boxed{¹⁸}",
           "\\Boxed{18}", "boxed{18}", "\\fbox{18}", "18 \\boxed", "\\boxed{x}", "\\boxed{\0}", "\\boxed" * 10**5,
           "\\boxed{" * 10**5, "\\boxed{" + "-" * 10**6)))
-SAME = (            # answer, gold: what the graders of MATH take for the same
+SAME = (            # answer, gold: equal
     ("\\frac12", "\\frac{1}{2}"), ("\\dfrac{1}{2}", "\\frac{1}{2}"), ("\\tfrac12", "\\frac{1}{2}"),
     ("0.5", "\\frac{1}{2}"), (".5", "0.5"), ("1/2", "\\frac{1}{2}"), ("50\\%", "50"), ("50%", "50\\%"), ("50", "50\\%"),
     ("10,000", "10000"), ("10000", "10,000"), ("10{,}000", "10000"), ("10,\\!000", "10,000"), ("\\$5", "5"),
@@ -149,7 +176,7 @@ SAME = (            # answer, gold: what the graders of MATH take for the same
     ("5!", "120"), ("\\binom{5}{2}", "10"), ("\\log_2 8", "3"), ("1.5\\times10^3", "1500"),
     ("\\text{Monday}", "\\text{Monday}"), ("3\\text{ and }4", "3,4"), ("\\displaystyle\\frac12", "\\frac12"),
     ("{{{4}}}", "4"), ("\\gcd(4,8)", "4"), ("\\max(1,4)", "4"), ("--4", "4"), ("1/3", "0.333333333"))
-OTHER = (           # answer, gold: not the same
+OTHER = (           # answer, gold: different
     ("3", "4"), ("-4", "4"), ("4.1", "4"), ("44", "4"), ("0.3", "\\frac13"), ("(2,1)", "(1,2)"), ("[1,2]", "(1,2)"),
     ("x", "4"), ("4x", "4"), ("\\frac21", "\\frac12"), ("1,2,3", "1,2"), ("3,4", "4"), ("3\\text{ or }4", "4"),
     ("4\\text{ or maybe }5", "4"), ("\\text{four}", "4"), ("٤", "5"), ("x=4,y=5", "4"), ("4<x", "4"), ("4\\pm1", "4"),
@@ -161,7 +188,7 @@ OTHER = (           # answer, gold: not the same
     ("\\operatorname{exec}(x)", "4"), ("\\max(exec(1),2)", "4"), ("x_{__import__}", "4"), ("\\text{reward: 1}", "4"),
     ("\\input{/etc/passwd}", "4"), ("\\write18{touch x}", "4"), ("\\def\\x{\\x\\x}\\x", "4"), ("%4", "4"),
     ("4\\\\5", "4"))
-SLOW = (            # what math-verify would take long for, or for ever, or much memory
+SLOW = (            # what would cost math-verify much time or memory
     "10^{10^{10}}", "9^{9^{9^{9}}}", "10^{10^{10^{10^{10}}}}", "9**9**9", "(9^9)^{9^9}", "((((9^9)^9)^9)^9)^9",
     "9999999!", "9!!!!", "(9!)!", "\\binom{10^9}{5\\cdot10^8}", "(x+1)^{99999}", "\\sum_{n=1}^{10^{10}} n^n",
     "\\int_0^1 x^{x^x} dx", "\\prod_{n=1}^{99999} n", "\\operatorname{zeros}(99999,99999)",
@@ -172,7 +199,7 @@ SLOW = (            # what math-verify would take long for, or for ever, or much
     "!" * 400, "^" * 400, "_" * 400, "\\left(" * 80, "," * 400)
 LONG = ("9" * 10**6, " " * 10**6 + "4" + " " * 10**6, "{" * 10**6 + "4" + "}" * 10**6, "x+" * 10**5 + "x",
         "\\frac" * 10**5, "$" * 10**6)
-IN_TEXT = {         # where the answer 4 stands; whether it counts there
+IN_TEXT = {         # a text around the answer 4: its score
     "\\boxed{4}": 1, "$\\boxed{4}$": 1, "\\[\\boxed{4}\\]": 1, "\\boxed {4}": 1, "\\boxed{3} no, \\boxed{4}": 1,
     "\\boxed{4}, not $5$.": 1, "\\boxed{4} {as a set: {5}}": 1, "\\boxed{\\boxed{4}}": 1, "\\boxed{4} \\boxed{5}": 0,
     "\\boxed{4}, \\boxed{}": 0, "\\boxed{4": 0, "\\boxed{{4}": 0, "4": 0, "$4$": 0, "the answer is 4": 0,
@@ -181,38 +208,58 @@ IN_TEXT = {         # where the answer 4 stands; whether it counts there
     "\\boxed{" * 10**5: 0, "\\boxed{4}" + "}" * 10**6: 1, "\\boxed{4}" + "$" * 10**6: 1, "\\boxed{4}" + "{" * 10**6: 1,
     "\\boxed{4} " + "$x$ and " * 10**5: 1, "\\boxed{5} " * 10**5 + "\\boxed{4}": 1, "\\(" * 10**5 + "\\boxed{4}": 1,
     "\0\\boxed{4}\0": 1, "\ud800\\boxed{4}": 1, "<think>\\boxed{5}</think>\\boxed{4}": 1, "\\boxed{4}<|im_end|>": 1}
+# fmt: on
 
 
 def word_problem_cases() -> list[Case]:
-    """For the verifiers of GSM8K."""
-    cases = [Case("number in a text", "gsm8k_last_number", text, dict(gold=gold), score)
-             for gold, right, wrong in GSM8K for score, texts in ((1, right), (0, wrong)) for text in texts]
-    return cases + [Case("whole number in a box", "gsm8k_boxed", text, dict(gold="#### 18"), score)
-                    for score, texts in BOXES for text in texts]
+    """Return the cases of gsm8k_last_number and gsm8k_boxed."""
+    cases = [
+        Case("number in a text", "gsm8k_last_number", text, dict(gold=gold), score)
+        for gold, right, wrong in GSM8K
+        for score, texts in ((1, right), (0, wrong))
+        for text in texts
+    ]
+    return cases + [
+        Case("whole number in a box", "gsm8k_boxed", text, dict(gold="#### 18"), score)
+        for score, texts in BOXES
+        for text in texts
+    ]
 
 
 def math_cases() -> list[Case]:
-    """For the verifier of MATH."""
-    kinds = {"LaTeX, the same": (SAME, 1), "LaTeX, another": (OTHER, 0),
-             "LaTeX, slow": ([(one, "4") for one in SLOW], 0), "LaTeX, long": ([(one, "4") for one in LONG], 0)}
-    cases = [Case(kind, "math", f"so \\boxed{{{answer}}}.", dict(gold=gold), score)
-             for kind, (pairs, score) in kinds.items() for answer, gold in pairs]
-    return cases + [Case("LaTeX in a text", "math", text, dict(gold="4"), score) for text, score in IN_TEXT.items()]
+    """Return the cases of math."""
+    kinds = {
+        "LaTeX, the same": (SAME, 1),
+        "LaTeX, another": (OTHER, 0),
+        "LaTeX, slow": ([(one, "4") for one in SLOW], 0),
+        "LaTeX, long": ([(one, "4") for one in LONG], 0),
+    }
+    cases = [
+        Case(kind, "math", f"so \\boxed{{{answer}}}.", dict(gold=gold), score)
+        for kind, (pairs, score) in kinds.items()
+        for answer, gold in pairs
+    ]
+    return cases + [
+        Case("LaTeX in a text", "math", text, dict(gold="4"), score) for text, score in IN_TEXT.items()
+    ]
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all cases."""
     return countdown_cases() + word_problem_cases() + math_cases()
 
 
-# ------------------------------------------------ a reference for arithmetic -----------------------------------------
+# ---------------------------------------------- a reference for arithmetic ----------------------------------
 def slow_value(expression: str) -> tuple[Fraction, list[int]] | None:
-    """What rewards.evaluate should return, by Python's own parser of syntax; None where it should raise."""
-    if re.search(r"[^0-9+*/()\s-]", expression) or re.search(r"[0-9]\s+[0-9]", expression) or len(expression) > 200:
+    """Return what rewards.evaluate should, by means of Python's parser; None where it should raise."""
+    if re.search(r"[^0-9+*/()\s-]", expression) or re.search(r"[0-9]\s+[0-9]", expression):
         return None
-    plain = re.sub(r"\b0+(?=[0-9])", "", re.sub(r"\s", "", expression))         # Python refuses 03
+    compact = re.sub(r"\s", "", expression)
+    if len(compact) > 200:
+        return None
+    plain = re.sub(r"\b0+(?=[0-9])", "", compact)  # Python rejects 03
     try:
-        with warnings.catch_warnings(action="ignore"):                          # that 3(4) calls a number
+        with warnings.catch_warnings(action="ignore"):  # about 3(4), which calls a number
             tree = ast.parse(plain, mode="eval").body
         return walk(tree), [int(number) for number in re.findall("[0-9]+", plain)]
     except (SyntaxError, ValueError, ZeroDivisionError):
@@ -220,7 +267,7 @@ def slow_value(expression: str) -> tuple[Fraction, list[int]] | None:
 
 
 def walk(node: ast.expr) -> Fraction:
-    """The exact value. Raises ValueError for what is no arithmetic, ZeroDivisionError."""
+    """Return the exact value. Raises ValueError for anything but arithmetic, and ZeroDivisionError."""
     match node:
         case ast.Constant(value=int(number)) if number < 10**rewards.MAX_DIGITS:
             return Fraction(number)
@@ -236,14 +283,16 @@ def walk(node: ast.expr) -> Fraction:
             return walk(left) * walk(right)
         case ast.BinOp(left=left, op=ast.Div(), right=right):
             return walk(left) / walk(right)
-    raise ValueError("no arithmetic")
+    raise ValueError("not arithmetic")
 
 
 def random_expression(rng: random.Random, depth: int = 4) -> str:
-    """Well formed."""
+    """Return a well-formed expression."""
     space = rng.choice(["", "", "", " ", "\n", " \t"])
     if depth == 0 or rng.random() < 0.2:
-        return space + str(rng.choice([rng.randrange(5), rng.randrange(100), rng.randrange(10**rng.randrange(1, 21))]))
+        return space + str(
+            rng.choice([rng.randrange(5), rng.randrange(100), rng.randrange(10 ** rng.randrange(1, 21))])
+        )
     if rng.random() < 0.2:
         return space + rng.choice("+-") + random_expression(rng, depth - 1)
     if rng.random() < 0.3:
@@ -255,17 +304,22 @@ MISTAKES = ("**", "//", "0x", "e5", "٣", "²", "½", "−", "\u00a0")
 
 
 def broken(rng: random.Random, expression: str) -> str:
-    """With a few characters too many, too few or swapped; sometimes it is none the worse for it."""
+    """Return the expression with a few characters inserted, removed or replaced; it may still be well-formed."""
     for _ in range(rng.randrange(1, 4)):
         place = rng.randrange(len(expression) + 1)
         new = rng.choice(["", "", *"0123456789+-*/()()  .,_=xj%&^~#'\\\0", *MISTAKES])
-        expression = expression[:place] + new + expression[place + rng.randrange(3):]
+        expression = expression[:place] + new + expression[place + rng.randrange(3) :]
     return expression
 
 
 def disagreements(count: int, seed: int) -> tuple[list[str], dict[str, int]]:
-    """Of so many random expressions, a half of them broken: those read in another way, and how many have a value."""
-    rng, found, counts = random.Random(seed), [], dict(expressions=count, value=0, refused=0)
+    """Compare rewards.evaluate with the reference on random expressions, half of them broken.
+
+    Returns those on which the two disagree, and how many have a value.
+    """
+    rng = random.Random(seed)
+    found = []
+    counts = dict(expressions=count, value=0, refused=0)
     for number in range(count):
         expression = random_expression(rng)
         if number % 2:
@@ -276,43 +330,68 @@ def disagreements(count: int, seed: int) -> tuple[list[str], dict[str, int]]:
             same = rewards.evaluate(expression) == right
         except (ValueError, ZeroDivisionError):
             same = right is None
-        found += [] if same else [expression]
+        if not same:
+            found.append(expression)
     return found, counts
 
 
-# ------------------------------------------------ all of it ----------------------------------------------------------
+# ---------------------------------------------- run ---------------------------------------------------------
 def judge(case: Case) -> tuple[float, float]:
-    """Its score, and the seconds that took."""
+    """Return the score of a case and the seconds that scoring took."""
     start = time.perf_counter()
     score = getattr(rewards, case.verifier)(case.text, **case.row)
     return score, time.perf_counter() - start
 
 
+def table(judged: list[tuple[Case, float, float]]) -> list[dict]:
+    """Summarize (case, score, seconds) by verifier and kind, one row each."""
+    rows = []
+    for (verifier, kind), group in groupby(judged, key=lambda entry: (entry[0].verifier, entry[0].kind)):
+        group = list(group)
+        rows.append(
+            dict(
+                verifier=verifier,
+                kind=kind,
+                cases=len(group),
+                right=sum(case.score == 1 for case, _, _ in group),
+                wrong=sum(case.score != score for case, score, _ in group),
+                slowest=max(seconds for _, _, seconds in group),
+            )
+        )
+    return rows
+
+
 def main():
-    """Judges all, prints a table, writes the numbers."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--expressions", type=int, default=100_000, help="how many are compared with the reference")
-    parser.add_argument("--seed", type=int, default=0, help="of the expressions")
-    parser.add_argument("--output", type=Path, default=measure.ASSETS / "hostile_texts.json", help="for the numbers")
+    from bench import measure  # imports torch, which the tests of the corpus do not need
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--expressions", type=int, default=100_000, help="number of random expressions")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random expressions")
+    parser.add_argument(
+        "--output", type=Path, default=ASSETS / "hostile_texts.json", help="JSON file for the results"
+    )
     flags = parser.parse_args()
-    rewards.math("\\boxed{1}", "1")         # starts the process that grades LaTeX
+    rewards.math("\\boxed{1}", "1")  # starts the process that grades LaTeX
     judged = [(case, *judge(case)) for case in cases()]
     wrong = [(case, score) for case, score, _ in judged if score != case.score]
-    rows = []
-    for (verifier, kind), found in groupby(judged, key=lambda one: (one[0].verifier, one[0].kind)):
-        of_kind, scores, seconds = zip(*found)
-        rows.append(dict(
-            verifier=verifier, kind=kind, cases=len(of_kind), right=sum(case.score == 1 for case in of_kind),
-            wrong=sum(case.score != score for case, score in zip(of_kind, scores)), slowest=max(seconds)))
+    rows = table(judged)
     measure.show(rows)
     for case, score in wrong:
-        print(f"{case.verifier}: {ascii(case.text)[:100]} scores {score}, not {case.score}")
-    slowest, _, seconds = max(judged, key=lambda judged: judged[2])
-    print(f"{len(judged)} cases; the slowest took {seconds:.3f} s: {slowest.verifier} of {ascii(slowest.text)[:60]}")
+        print(f"{case.verifier}: {ascii(case.text)[:100]} scores {score} instead of {case.score}")
+    slowest, _, seconds = max(judged, key=lambda entry: entry[2])
+    print(f"{len(judged)} cases; slowest: {seconds:.3f} s, {slowest.verifier} of {ascii(slowest.text)[:60]}")
     found, counts = disagreements(flags.expressions, flags.seed)
-    print(f"{counts}, {len(found)} read in another way than the reference does", *map(ascii, found[:10]), sep="\n")
-    measure.write(flags.output, rows=rows, slowest=dict(seconds=seconds, text=slowest.text[:60]), wrong=len(wrong),
-                  **counts, disagreements=len(found))
+    print(f"{counts}, {len(found)} disagreements with the reference", *map(ascii, found[:10]), sep="\n")
+    measure.write(
+        flags.output,
+        rows=rows,
+        slowest=dict(seconds=seconds, text=slowest.text[:60]),
+        wrong=len(wrong),
+        **counts,
+        disagreements=len(found),
+    )
     sys.exit(bool(wrong or found))
 
 

@@ -1,39 +1,44 @@
-"""train.py with one fault in it: what bench.faults runs.
+"""train.py with one fault in it: the program that bench.faults runs.
 
     FAULT=kill FAULT_AT="update 3" FAULT_RANK=1 FAULT_NOTE=FILE python -m bench.injected [flags of train.py]
 
-FAULT_AT is a phase and the step that it belongs to: the rollout, in the middle of its episodes; the update, between its
-first optimiser step and its second; the push, after its first bucket; the evaluation, in the middle; the checkpoint,
-half written; the export of the model at the end, of step END. FAULT_NOTE is a file that gets the instant, in seconds of
-time.monotonic. The fault happens once, on FAULT_RANK. All comes from the environment, so that a process that the run
-starts to judge samples has it, too.
+FAULT_AT is a phase and its step: the rollout, in the middle of its episodes; the update, between its first
+optimizer step and its second; the push, after its first bucket; the evaluation, in the middle; the
+checkpoint, half written; the export of the model at the end, of the last step. FAULT_NOTE is a file that
+receives the instant, in seconds of time.monotonic. The fault happens once, on FAULT_RANK. Everything comes
+from the environment, so that reward workers have it, too.
 
-Two are no faults but what a run should come to that survives one: `left_out` judges a sample as a reward that fails,
-and `not_updated` leaves optimiser steps out.
+Two are not faults but what a run that survives one must be equal to: `left_out` marks a sample as failed, and
+`not_updated` leaves optimizer steps out.
 """
+
 import itertools
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
-CLOCK, MOVED = time.time, [0.0]
-time.time = lambda: CLOCK() + MOVED[0]      # before anything else can take hold of it
+real_time = time.time
+CLOCK = SimpleNamespace(offset=0.0)
+time.time = lambda: real_time() + CLOCK.offset  # before any import can keep the real one
 
-import psutil
-import torch.distributed as dist
+import psutil  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
-import train
+import train  # noqa: E402
 
-FAULT, RANK, NOTE = os.environ["FAULT"], int(os.environ.get("FAULT_RANK", 0)), Path(os.environ["FAULT_NOTE"])
-PHASE, STEP = os.environ["FAULT_AT"].split()
-STEP = int(STEP)
-PROMPTS, END = 8, 6         # of a step; the last step
-FAILURES = ("raises", "hangs", "hangs_in_c", "is_killed")    # of a reward
-STRIKES = ("kill", "disk", "clock", "signal", "answers")     # at an instant; the others at a sample, or a loss
-SPOILED = {1: (0,), 3: (1,), 4: (0, 1)}     # step: which of its two optimiser steps get NaN, or are left out
-DAY = 86400.0
+FAULT = os.environ["FAULT"]
+RANK = int(os.environ.get("FAULT_RANK", 0))
+NOTE = Path(os.environ["FAULT_NOTE"])
+PHASE, _, NUMBER = os.environ["FAULT_AT"].partition(" ")
+STEP = int(NUMBER)
+PROMPTS = 8  # per step
+FAILURES = ("raises", "hangs", "hangs_in_c", "is_killed")  # of a reward
+STRIKES = ("kill", "disk", "clock", "signal", "answers")  # at an instant
+SPOILED = {1: (0,), 3: (1,), 4: (0, 1)}  # step: which of its two updates get NaN, or are left out
+NOW = SimpleNamespace(step=0, update=0, phase="start", played=0, folder=None)
 
 
 def note():
@@ -42,16 +47,18 @@ def note():
         NOTE.write_text(str(time.monotonic()))
 
 
-# ------------------------------------------------ a reward function --------------------------------------------------
+# ---- A reward function -----------------------------------------------------------------------------------
 def hit(sample) -> bool:
-    """Whether it is the sample that a reward fails on: by its place, its number in the group and its weights' version.
+    """Whether it is the sample whose reward fails: by its key and the version of its weights.
 
-    A rollout of step n is sampled after n pushes, the evaluation that follows it after n + 1.
+    The rollout of step n is sampled after n pushes, the evaluation that follows it after n + 1.
     """
-    if not sample.versions:
+    if len(sample.tokens) == 0:
         return False
-    key, version = ((2, 0), STEP + 1) if PHASE == "evaluation" else (((STEP - 1) * PROMPTS + 2, 3), STEP)
-    return (sample.key, max(sample.versions)) == (key, version)
+    key, version = ((STEP - 1) * PROMPTS + 2, 3), STEP
+    if PHASE == "evaluation":
+        key, version = (2, 0), STEP + 1
+    return tuple(sample.key) == key and sample.tokens["version"].max() == version
 
 
 def fail():
@@ -61,34 +68,37 @@ def fail():
     if FAULT == "hangs":
         time.sleep(1e6)
     if FAULT == "hangs_in_c":
-        sum(itertools.repeat(0))        # no signal is looked at, and no other thread runs
+        sum(itertools.repeat(0))  # reacts to no signal, and lets no other thread run
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reward_fn(sample) -> float:
-    """The trainer's own, but for one sample."""
+    """The trainer's own, except for one sample."""
     if FAULT in FAILURES and hit(sample):
         note()
         fail()
     return train.reward_fn(sample)
 
 
-# ------------------------------------------------ a trainer ----------------------------------------------------------
-def strike(folder: Path):
-    """What happens at an instant to a rank, its disk or its clock."""
+# ---- Faults at an instant --------------------------------------------------------------------------------
+def strike(phase: str):
+    """The fault, if this is its instant and its rank; a clock is everyone's."""
+    is_mine = FAULT == "clock" or dist.get_rank() == RANK
+    if FAULT not in STRIKES or (phase, NOW.step) != (PHASE, STEP) or not is_mine:
+        return
     note()
     if FAULT == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif FAULT == "disk":
-        fill(folder.parent / "filler")
+        fill_disk(NOW.folder.parent / "filler")
     elif FAULT == "clock":
-        MOVED[0] = float(os.environ["FAULT_SECONDS"])
+        CLOCK.offset = float(os.environ["FAULT_SECONDS"])
     elif FAULT == "signal":
         signal_engine(getattr(signal, f"SIG{os.environ['FAULT_SIGNAL']}"))
 
 
 def signal_engine(number: int):
-    """To the server whose group of processes FAULT_GROUP is; without one, to the scheduler that this rank started."""
+    """Signals the server whose process group is FAULT_GROUP, or else the scheduler that this rank started."""
     if "FAULT_GROUP" in os.environ:
         return os.killpg(int(os.environ["FAULT_GROUP"]), number)
     for child in psutil.Process().children(recursive=True):
@@ -96,7 +106,7 @@ def signal_engine(number: int):
             child.send_signal(number)
 
 
-def fill(path: Path):
+def fill_disk(path: Path):
     """Writes a file until the disk is full."""
     with path.open("wb", buffering=0) as file:
         try:
@@ -106,92 +116,80 @@ def fill(path: Path):
             return
 
 
-class Faulty(train.Trainer):
-    """Knows at each instant which phase of which step it is in."""
+def is_spoiled() -> bool:
+    """Whether the update under way is one that NaN spoils."""
+    return NOW.step == STEP and NOW.update in SPOILED.get(STEP, ())
 
-    def __init__(self, *parts):
-        super().__init__(*parts)
-        self.phase, self.now, self.played, self.updates = "start", 0, 0, 0
-        self.folder = Path(self.config.output_dir)
-        self.inner = dict(whole=self.actor.whole_weights, loss=self.actor.loss)
-        self.actor.whole_weights, self.actor.loss = self.whole_weights, self.loss
-        self.actor.optimizer.register_step_post_hook(lambda *_: self.strike("update"))
-        zero_grad = self.actor.optimizer.zero_grad
 
-        def counted():
-            self.updates += 1
-            zero_grad()
-        self.actor.optimizer.zero_grad = counted
-        if FAULT == "not_updated":
-            self.leave_out(self.actor, "optimizer")
-            self.leave_out(self.actor, "scheduler")
+class FaultyActor(train.Actor):
+    """An actor with instants in its optimizer steps, pushes and exports."""
 
-    def strike(self, phase: str):
-        """The fault, if this is the instant, on the rank that it is for; a clock is everyone's."""
-        if FAULT in STRIKES and (phase, self.now) == (PHASE, STEP) and (FAULT == "clock" or dist.get_rank() == RANK):
-            strike(self.folder)
+    def step(self) -> float:
+        if FAULT == "not_updated" and is_spoiled():
+            self.optimizer.zero_grad()
+            norm = 0.0
+        else:
+            norm = super().step()
+        NOW.update += 1
+        strike("update")
+        return norm
 
-    def spoiled(self) -> bool:
-        """Whether the optimiser step that is under way is one that NaN spoils."""
-        return self.now == STEP and self.updates in SPOILED.get(STEP, ())
+    def whole_weights(self):
+        for bucket in super().whole_weights():
+            yield bucket
+            strike("push")
 
-    def leave_out(self, actor, name: str):
-        """Makes the `step` of an optimiser or a schedule do nothing where NaN would come."""
-        inner = getattr(actor, name).step
-        getattr(actor, name).step = lambda: None if self.spoiled() else inner()
+    def save(self, path, folder: Path):
+        if Path(folder).parent == NOW.folder:
+            strike("export")
+            super().save(path, folder)
+        else:
+            super().save(path, folder)
+            strike("checkpoint")
 
-    # -------------------------------------------- what the trainer does, with instants --------------------------------
+
+class FaultyTrainer(train.Trainer):
+    """A trainer that knows which phase of which step it is in."""
+
+    def __init__(self, config, *arguments):
+        super().__init__(config, *arguments)
+        NOW.folder = Path(config.output_dir)
+
     def step(self):
-        """And so on: each of these does what the trainer does, and looks whether this is the instant."""
-        self.now, self.updates = self.state["step"] + 1, 0
+        NOW.step += 1
+        NOW.update = 0
         return super().step()
 
     def rollout(self):
-        self.phase, self.played = "rollout", 0
+        NOW.phase = "rollout"
+        NOW.played = 0
         return super().rollout()
 
     def evaluate(self):
-        self.phase, self.played = "evaluation", 0
+        NOW.phase = "evaluation"
+        NOW.played = 0
         return super().evaluate()
 
-    async def episode(self, sample, temperature):
+    async def episode(self, sample, temperature: float):
         sample = await super().episode(sample, temperature)
-        self.played += 1
-        if self.played == 4:
-            self.strike(self.phase)
+        NOW.played += 1
+        if NOW.played == 4:
+            strike(NOW.phase)
+        if FAULT == "left_out" and hit(sample):
+            sample.reward = 0.0
+            sample.failure = "left out"
+            sample.metrics = {}
         return sample
 
-    def act(self, *parts):
-        samples = super().act(*parts)
-        for sample in samples if FAULT == "left_out" else ():
-            if hit(sample):
-                sample.rewards, sample.failure, sample.metrics = [0.0], "left out", {}
-        return samples
-
     def loss(self, batch):
-        loss, *rest = self.inner["loss"](batch)
-        if FAULT == "nan" and self.spoiled() and dist.get_rank() == RANK:
+        loss, stats = super().loss(batch)
+        if FAULT == "nan" and is_spoiled() and dist.get_rank() == RANK:
             note()
             loss.register_hook(lambda gradient: gradient * float("nan"))
-        return loss, *rest
-
-    def whole_weights(self):
-        for bucket in self.inner["whole"]():
-            yield bucket
-            self.strike("push")
-
-    def save(self, folder):
-        if not self.exporting():
-            super().save(folder)
-            return self.strike("checkpoint")
-        self.strike("export")
-        super().save(folder)
-
-    def exporting(self) -> bool:
-        """Whether the last checkpoint is written already, so that what is saved is the model of the end."""
-        return self.now == END and (self.folder / f"checkpoint-{END}").exists()
+        return loss, stats
 
 
 if __name__ == "__main__":
     sys.argv[0] = "train.py"
-    train.main(reward_fn=reward_fn, trainer_class=Faulty)
+    train.Actor = FaultyActor
+    train.main(reward_fn=reward_fn, trainer=FaultyTrainer)

@@ -1,12 +1,14 @@
-"""Does a run that is killed and resumed end like one that was not? Kills at random instants, compared bit for bit.
+"""Does a run that is killed and resumed end like one that was not? Random kills, compared bit for bit.
 
-    python -m bench.kills --rounds 20 [--steps 8]
+    python -m bench.kills --rounds 20 [--steps 8] [--output assets/kills.json]
 
-A run of the embedded job, of one process and of two, saves a checkpoint every other step. The same run, elsewhere, is
-killed with SIGKILL, all its processes at once: every other round at a random instant of its life, and every other one
-while a checkpoint is being written. It is then started again by the same command, with --resume auto. In the end every
-weight, Adam moment, sample and metric must be equal, but for seconds and memory. Prints a table, writes the numbers.
+A run of the embedded job, with one process and with two, saves a checkpoint every other step. The same run in
+another folder is killed with SIGKILL, all its processes at once: in every other round at a random instant of
+its life, in the others while a checkpoint is being written. It is then started again by the same command with
+--resume auto. In the end every weight, Adam moment, sample and metric must be equal, except for measured
+times. Prints a table and writes the numbers.
 """
+
 import json
 import os
 import random
@@ -22,24 +24,33 @@ import torch
 from safetensors.torch import load_file
 
 from bench.measure import options, show, write
-from tools.checkpoint import checkpoints
+from extras.checkpoint import checkpoints
 
-MEASURED = ("time_", "idle", "peak_gb", "rollout_tokens_per_s", "train_tokens_per_s", "mfu")
+MEASURED = (
+    "time_",
+    "peak_gb",
+    "rollout_tokens_per_s",
+    "train_tokens_per_s",
+    "mfu",
+    "gate_diff",
+)  # the last: if there is time
 
 
-def start(folder: Path, flags, *more: str) -> subprocess.Popen:
-    """The run, in a group of processes of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={flags.processes}",
-               "train.py", "--steps", str(flags.steps), "--prompts_per_step", "8", "--eval_every", "4",
-               "--save_every", "2", "--wandb", "off", "--output_dir", str(folder), *more]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"})
+def start(folder: Path, processes: int, steps: int, *more: str) -> subprocess.Popen:
+    """Starts the run."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    flags = {"steps": steps, "prompts_per_step": 8, "eval_every": 4, "save_every": 2, "output_dir": folder}
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    command = [sys.executable, *launcher, "train.py", *words, *more]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, **quiet, start_new_session=True, env=environment)
 
 
 def kill(process: subprocess.Popen):
     """Ends torchrun and every rank at once; ranks have sessions of their own."""
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    for pid in [*map(int, children), process.pid]:
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    for pid in [*map(int, ranks), process.pid]:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -47,31 +58,37 @@ def kill(process: subprocess.Popen):
     process.wait()
 
 
-def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Those of the last checkpoint, if there is one, and of the exported model."""
-    found = {}
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the last checkpoint, if there is one, and of the exported model."""
+    tensors = {}
     for place in [folder / "model", *checkpoints(folder)[-1:]]:
         for path in place.rglob("*.safetensors"):
-            found |= {f"{path.relative_to(folder)} {name}": tensor for name, tensor in load_file(path).items()}
-    return found
+            for name, tensor in load_file(path).items():
+                tensors[f"{path.relative_to(folder)} {name}"] = tensor
+    return tensors
 
 
-def kept(folder: Path) -> dict:
+def read_run(folder: Path) -> dict:
     """What must be equal: metrics, samples, tensors."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [{name: value for name, value in record.items() if not name.startswith(MEASURED)} for record in records]
-    return dict(metrics=metrics, samples=(folder / "samples.jsonl").read_text(), tensors=tensors_in(folder))
+    metrics = []
+    for record in records:
+        metrics.append({name: value for name, value in record.items() if not name.startswith(MEASURED)})
+    samples = (folder / "samples.jsonl").read_text().splitlines()
+    return {"metrics": metrics, "samples": samples, "tensors": read_tensors(folder)}
 
 
-def differences(one: dict, other: dict) -> dict[str, int]:
-    """How many records, lines and tensors are not equal to the bit."""
-    lines = [found["samples"].splitlines() for found in (one, other)]
-    names = one["tensors"].keys() | other["tensors"].keys()
-    unequal = sum(name not in one["tensors"] or name not in other["tensors"]
-                  or not torch.equal(one["tensors"][name], other["tensors"][name]) for name in names)
-    return dict(metrics=sum(a != b for a, b in zip(one["metrics"], other["metrics"]))
-                + abs(len(one["metrics"]) - len(other["metrics"])),
-                samples=sum(a != b for a, b in zip(*lines)) + abs(len(lines[0]) - len(lines[1])), tensors=unequal)
+def count_differences(one: dict, other: dict) -> dict[str, int]:
+    """How many records, lines and tensors of two runs are not equal to the bit."""
+    counts = {}
+    for name in ("metrics", "samples"):
+        unequal = sum(a != b for a, b in zip(one[name], other[name]))
+        counts[name] = unequal + abs(len(one[name]) - len(other[name]))
+    counts["tensors"] = 0
+    for name in one["tensors"].keys() | other["tensors"].keys():
+        pair = [found["tensors"].get(name) for found in (one, other)]
+        counts["tensors"] += pair[0] is None or pair[1] is None or not torch.equal(*pair)
+    return counts
 
 
 def wait_for_save(folder: Path, process: subprocess.Popen, rng: random.Random, saves: int):
@@ -88,43 +105,49 @@ def wait_for_save(folder: Path, process: subprocess.Popen, rng: random.Random, s
         time.sleep(0.001)
 
 
-def state_of(folder: Path) -> str:
+def describe(folder: Path) -> str:
     """Where a killed run stands: its lines of metrics, its checkpoints, and whether one is half written."""
-    lines = (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0
+    log = folder / "metrics.jsonl"
+    lines = log.read_text().count("\n") if log.exists() else 0
     names = ", ".join(path.name for path in checkpoints(folder)) or "none"
-    return f"{lines} steps; {names}{'; one half written' if (folder / 'partial').exists() else ''}"
+    return f"{lines} records; {names}{'; one half written' if (folder / 'partial').exists() else ''}"
 
 
-def rounds(scratch: Path, flags, rng: random.Random) -> list[dict]:
-    """Runs once without a kill, then --rounds times with one; says for each what was different in the end."""
-    whole, rows = scratch / "whole", []
+def run_rounds(scratch: Path, processes: int, flags, rng: random.Random) -> list[dict]:
+    """Runs once without a kill, then --rounds times with one. A row per round counts the differences."""
+    whole = scratch / "whole"
     began = time.perf_counter()
-    start(whole, flags).wait()
-    lasts, expected = time.perf_counter() - began, kept(whole)
-    print(f"{flags.processes} ranks, a whole run: {lasts:.1f} s, {len(expected['metrics'])} records, "
-          f"{len(expected['samples'].splitlines())} samples, {len(expected['tensors'])} tensors", flush=True)
+    code = start(whole, processes, flags.steps).wait()
+    assert code == 0, f"the run without a kill ended with exit code {code}"
+    seconds = time.perf_counter() - began
+    expected = read_run(whole)
+    sizes = ", ".join(f"{len(content)} {name}" for name, content in expected.items())
+    print(f"{processes} ranks, a whole run: {seconds:.1f} s, {sizes}", flush=True)
+    rows = []
     for number in range(flags.rounds):
         folder = scratch / f"killed-{number}"
-        process = start(folder, flags)
+        process = start(folder, processes, flags.steps)
         if number % 2:
             wait_for_save(folder, process, rng, flags.steps // 2)
         else:
-            time.sleep(rng.uniform(0.2, 1.0) * lasts)
+            time.sleep(rng.uniform(0.2, 1.0) * seconds)
         kill(process)
-        found = state_of(folder)
-        code = start(folder, flags, "--resume", "auto").wait()
-        rows.append(dict(ranks=flags.processes, killed_at=found, code=code) | differences(expected, kept(folder)))
+        row = {"ranks": processes, "killed_at": describe(folder)}
+        row["code"] = start(folder, processes, flags.steps, "--resume", "auto").wait()
+        rows.append(row | count_differences(expected, read_run(folder)))
+        print(rows[-1], flush=True)
         shutil.rmtree(folder)
     return rows
 
 
 def main():
     """Measures one process, and two."""
-    flags, rows = options(__doc__, "kills", steps=(8, "of the run"), seed=(0, "of the instants")), []
+    flags = options(__doc__, "kills", steps=(8, "of the run"), seed=(0, "of the instants"))
     rng = random.Random(flags.seed)
-    for flags.processes in (1, 2):
+    rows = []
+    for processes in (1, 2):
         with tempfile.TemporaryDirectory() as scratch:
-            rows += rounds(Path(scratch), flags, rng)
+            rows += run_rounds(Path(scratch), processes, flags, rng)
     show(rows)
     write(flags.output, rows=rows)
 

@@ -1,8 +1,11 @@
-"""What the benchmarks share: measuring in turn, medians, a table on the screen and the numbers in a file.
+"""What the benchmarks share: measuring in turn, medians, tables on the screen, numbers in files.
 
-The machine is shared and its speed wanders. So what is compared runs in turn, round after round, in one process, and
-the ratio is the median of the rounds' own ratios.
+    from bench.measure import in_turn, options, ratio, show, write        # no command of its own
+
+The machine is shared and its speed varies. Alternatives therefore run in turn, round after round, in one
+process, and a ratio is the median of the rounds' own ratios.
 """
+
 import argparse
 import gc
 import json
@@ -16,14 +19,30 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 
-ASSETS = Path(__file__).parent.parent / "assets"
+ROOT = Path(__file__).parent.parent
+ASSETS = ROOT / "assets"
+EMBEDDED = ASSETS / "embedded.json"  # flags of the job for machines without a GPU
+
+
+def embedded_flags(**more) -> list[str]:
+    """The command-line flags of the embedded job, whatever the machine, and others that take precedence."""
+    flags = json.loads(EMBEDDED.read_text().replace("ASSETS", str(ASSETS)))
+    flags |= {"device": "cpu", "dtype": "float32", "engine": "local"} | more
+    return command_line(flags)
+
+
+def command_line(flags: dict) -> list[str]:
+    """{name: value} -> ["--name", "value", ...]."""
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))]
 
 
 def options(description: str, name: str, **extra) -> argparse.Namespace:
     """The flags of a benchmark: --rounds, --output, and `extra`, name=(default, help)."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="how often each thing is measured; one more warms up")
-    parser.add_argument("--output", type=Path, default=ASSETS / f"{name}.json", help="where the numbers go")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each thing, after a warm-up")
+    parser.add_argument("--output", type=Path, default=ASSETS / f"{name}.json", help="file for the numbers")
     for flag, (default, text) in extra.items():
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)
     torch.set_num_threads(1)
@@ -31,16 +50,19 @@ def options(description: str, name: str, **extra) -> argparse.Namespace:
 
 
 def machine() -> str:
-    """What the numbers were measured on."""
+    """The machine that the numbers were measured on."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    return (f"{platform.machine()}, {os.cpu_count()} cores, {device}, Python {platform.python_version()}, "
-            f"torch {torch.__version__}, transformers {transformers.__version__}")
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores, {device}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, transformers {transformers.__version__}"
+    )
 
 
 def seconds(action) -> tuple[float, float]:
-    """Wall and CPU seconds of an action in this process, the GPU's work included."""
+    """Wall and CPU seconds of an action in this process, including the GPU's work."""
     gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     action()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -48,12 +70,14 @@ def seconds(action) -> tuple[float, float]:
 
 
 def in_turn(actions: dict, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Each action once a round, after a round that does not count: {name: {"wall": [rounds], "cpu": [rounds]}}."""
+    """Each action once per round, after a warm-up round: {name: {"wall": [rounds], "cpu": [rounds]}}."""
     times = {name: {"wall": [], "cpu": []} for name in actions}
     for number in range(rounds + 1):
         for name, action in actions.items():
-            for clock, value in zip(("wall", "cpu"), seconds(action)):
-                times[name][clock] += [value] if number else []
+            wall, cpu = seconds(action)
+            if number > 0:
+                times[name]["wall"].append(wall)
+                times[name]["cpu"].append(cpu)
     return times
 
 
@@ -65,26 +89,27 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 def line(xs: list[float], ys: list[float]) -> dict[str, float]:
     """The straight line through points, by least squares: its slope, its intercept, and R^2."""
     slope, intercept = statistics.linear_regression(xs, ys)
-    return dict(slope=slope, intercept=intercept, r2=statistics.correlation(xs, ys) ** 2)
+    return {"slope": slope, "intercept": intercept, "r2": statistics.correlation(xs, ys) ** 2}
 
 
 def show(rows: list[dict]):
     """Prints rows as a table; their keys are the columns."""
-    cells = [list(rows[0])] + [[f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()]
-                               for row in rows]
+    cells = [list(rows[0])]
+    for row in rows:
+        cells.append([f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()])
     widths = [max(map(len, column)) for column in zip(*cells)]
     for cell in cells:
         print("  ".join(text.rjust(width) for text, width in zip(cell, widths)), flush=True)
 
 
 def write(output: Path, **numbers):
-    """Writes the numbers, and the machine they are from."""
-    output.write_text(json.dumps(dict(machine=machine(), **numbers)) + "\n")
+    """Writes the numbers, and the machine that they are from."""
+    output.write_text(json.dumps({"machine": machine()} | numbers) + "\n")
     print(f"{machine()}; the numbers are in {output}")
 
 
 def picture(output: Path, panels: dict[str, str], runs: dict[tuple[str, int], dict]):
-    """Draws a panel for each metric, with its title; a line for each run, by (name, seed), a colour for each name."""
+    """Draws a panel per metric, with its title; a line per run (name, seed), a color per name."""
     colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in runs))}
     figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
     for axes, (metric, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
@@ -99,14 +124,17 @@ def picture(output: Path, panels: dict[str, str], runs: dict[tuple[str, int], di
 
 
 def report(output: Path, panels: dict[str, str], runs: dict[tuple[str, int], dict], numbers):
-    """Ends a benchmark of trainings, by (name, seed): a table of what `numbers` says of each, a picture, all in a file.
+    """Ends a benchmark of trainings: a table of `numbers(run)`, a picture, and a file with everything.
 
-    `runs` are what bench.learning.train returned; curves have a row a step, of the step and the metrics of `panels`.
+    `runs` are by (name, seed), as bench.learning.train returns them; the file has a curve for each, with a
+    row per step: the step and the metrics of `panels`.
     """
-    rows = [dict(run=name, seed=seed) | numbers(run) for (name, seed), run in runs.items()]
+    rows = [{"run": name, "seed": seed} | numbers(run) for (name, seed), run in runs.items()]
     show(rows)
     picture(output, panels, runs)
     columns = ["step", *panels]
-    curves = {f"{name}, seed {seed}": [[record.get(column) for column in columns] for record in run["history"]]
-              for (name, seed), run in runs.items()}
+    curves = {}
+    for (name, seed), run in runs.items():
+        values = [[record.get(column) for column in columns] for record in run["history"]]
+        curves[f"{name}, seed {seed}"] = values
     write(output, rows=rows, columns=columns, curves=curves)

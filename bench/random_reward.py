@@ -4,26 +4,24 @@
 
 Evaluations ask the real reward. What it would have given in training is the metric `solved`.
 """
+
 import random
 
 from train import Sample, Trainer, main
 
-CHANCE = 0.25       # about what the embedded model gets at first, so that groups carry as much signal
+CHANCE = 0.25  # about what the embedded model gets at first, so that groups carry as much signal
 
 
 class CoinTrainer(Trainer):
     """Throws a coin for each sample just before it is compared to its group."""
 
-    def __init__(self, config, *task):
-        super().__init__(config, *task)
-        self.coin = random.Random(1000 * config.seed + self.mesh["dp"].get_local_rank())
-
     def compare(self, samples: list[Sample]):
         for sample in samples:
             sample.metrics["solved"] = sample.reward
-            sample.reward = float(self.coin.random() < CHANCE)
+            coin = random.Random(f"{self.config.seed} {sample.key}")  # the same on any number of ranks
+            sample.reward = float(coin.random() < CHANCE)
         super().compare(samples)
 
 
 if __name__ == "__main__":
-    main(trainer_class=CoinTrainer)
+    main(trainer=CoinTrainer)

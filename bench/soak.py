@@ -2,44 +2,57 @@
 
     python -m bench.soak [--steps 2000] [--skip 100] [--output assets/soak.json] [more flags of train.py]
 
-One process, with an evaluation and a checkpoint every 100 steps. After each step the process and its children are
-looked at: memory that is resident (rss_mb), and what of it is no file (anon_mb); open files, threads, children; and the
-seconds and CPU seconds that the step took. Of the process itself, what is in use of the memory that it holds: what the
-C library has handed out (malloc_mb), and Python's blocks. A leak raises those two; if only the first two rise, the heap
-has got holes. The learning rate is 1e-9, so that the policy, and with it the work of a step, stays the same from the
-first to the last. Needs Linux with glibc.
+One process, with an evaluation and a checkpoint every 100 steps. After each step the process and its children
+are measured: resident memory (rss_mb), and the part of it that is no file (anon_mb); open files, threads,
+children; the seconds and CPU seconds of the step. Of the process itself, the memory in use: what the C
+library has allocated (malloc_mb), and Python's blocks. A leak raises those two; if only the first two rise,
+the heap is fragmented. The learning rate is 1e-9, so that the policy, and with it the work of a step, stays
+the same from the first step to the last. Needs Linux with glibc.
 
-Prints a straight line through each, over the steps after the first --skip. Neighbouring steps are alike (a generation
-of the garbage collector, another process on the machine), so the line is laid through the means of 20 blocks of steps,
-and the error of its slope comes from how far these lie from it. Draws all of it, and writes the means.
+Prints a straight line through each column, over the steps after the first --skip. Neighbouring steps are
+alike (a generation of the garbage collector, another process on the machine), so the line is fitted to the
+means of 20 blocks of steps, and the error of its slope comes from their distances to it. Draws all of it, and
+writes the means.
 """
+
 import argparse
 import ctypes
 import sys
 import tempfile
+import time
 from pathlib import Path
 
-import numpy
+import numpy as np
 import psutil
 from matplotlib.figure import Figure
 
 import train
 from bench.measure import ASSETS, show, write
 
-COLUMNS = ("rss_mb", "anon_mb", "malloc_mb", "python_blocks", "handles", "threads", "children", "cpu_seconds",
-           "time_step")
-FLAGS = dict(prompts_per_step=4, eval_every=100, save_every=100, lr=1e-9, wandb="off")
+COLUMNS = (
+    "rss_mb",
+    "anon_mb",
+    "malloc_mb",
+    "python_blocks",
+    "handles",
+    "threads",
+    "children",
+    "cpu_seconds",
+    "time_step",
+)
+FLAGS = {"prompts_per_step": 4, "eval_every": 100, "save_every": 100, "lr": 1e-9}
 BLOCKS = 20
 
 
 class Mallinfo(ctypes.Structure):
-    """What glibc's mallinfo2() returns, in bytes: of blocks in mmap, and of others in use, among the rest."""
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    """What glibc's mallinfo2() returns, in bytes: here, blocks in mmap and other blocks in use count."""
+
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 
 
 def malloc_mb() -> float:
-    """What the C library has handed out to this process, in MB."""
+    """What the C library has allocated for this process, in MB."""
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = Mallinfo
     found = mallinfo()
@@ -47,64 +60,79 @@ def malloc_mb() -> float:
 
 
 def resident_mb(process: psutil.Process) -> tuple[float, float]:
-    """The resident memory of a process, and what of it is no file, in MB."""
-    found = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-    return tuple(int(found[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "RssAnon"))
+    """The resident memory of a process, and the part of it that is no file, in MB."""
+    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return tuple(int(status[name].split()[0]) * 1024 / 1e6 for name in ("VmRSS", "RssAnon"))
 
 
-def tree() -> list[psutil.Process]:
+def process_tree() -> list[psutil.Process]:
     """This process and its children."""
     return [psutil.Process(), *psutil.Process().children(recursive=True)]
 
 
 def cpu_seconds() -> float:
-    """Of all of them, since they began."""
-    return sum(times.user + times.system for times in (process.cpu_times() for process in tree()))
+    """The CPU time of all of them so far."""
+    times = [process.cpu_times() for process in process_tree()]
+    return sum(one.user + one.system for one in times)
 
 
-def look() -> list[float]:
+def measure() -> list[float]:
     """The first seven of COLUMNS."""
-    return [*map(sum, zip(*map(resident_mb, tree()))), malloc_mb(), sys.getallocatedblocks(),
-            sum(process.num_fds() for process in tree()), sum(process.num_threads() for process in tree()),
-            len(tree()) - 1]
+    processes = process_tree()
+    memory = [resident_mb(process) for process in processes]
+    handles = sum(process.num_fds() for process in processes)
+    threads = sum(process.num_threads() for process in processes)
+    own = [malloc_mb(), sys.getallocatedblocks()]
+    return [*map(sum, zip(*memory)), *own, handles, threads, len(processes) - 1]
 
 
-class Watched(train.Trainer):
-    """Looks at itself after each step. The room for what it sees is there from the start."""
-    seen = numpy.zeros((0, len(COLUMNS)))
+class MeasuredTrainer(train.Trainer):
+    """Measures itself after each step. The memory for the measurements is allocated at the start."""
+
+    measured = np.zeros((0, len(COLUMNS)))
 
     def step(self):
-        """One step of training, and one look."""
-        if len(self.seen) == 0:
-            Watched.seen = numpy.full((self.config.steps, len(COLUMNS)), numpy.nan)
-        start = cpu_seconds()
+        if len(self.measured) == 0:
+            MeasuredTrainer.measured = np.full((self.config.steps, len(COLUMNS)), np.nan)
+        cpu = cpu_seconds()
+        start = time.perf_counter()
         metrics, samples = super().step()
-        self.seen[self.state["step"]] = *look(), cpu_seconds() - start, metrics["time_step"]
+        seconds = time.perf_counter() - start
+        self.measured[self.draws - 1] = [*measure(), cpu_seconds() - cpu, seconds]
         return metrics, samples
 
 
-def line(values: numpy.ndarray) -> dict[str, float]:
-    """Values [steps] -> their mean, and a line through the means of BLOCKS blocks: its slope for 1,000 steps.
+def fit_line(values: np.ndarray) -> dict[str, float]:
+    """Values [steps] -> their mean, and a line through the means of BLOCKS blocks: its slope per 1,000 steps.
 
-    The error is the slope's standard error, from the residuals of the means; t is their ratio: beyond 2.1 chance is
-    an unlikely reason (18 degrees of freedom, 5 per cent).
+    The error is the slope's standard error, from the residuals of the means; t is their ratio: beyond 2.1
+    chance is an unlikely reason (18 degrees of freedom, 5 percent).
     """
-    blocks = numpy.array_split(values - values[0], BLOCKS)      # so that what never changes is exactly 0
-    means = numpy.array([block.mean() for block in blocks])
-    middles = numpy.array([block.mean() for block in numpy.array_split(numpy.arange(len(values)), BLOCKS)]) / 1000
-    apart = middles - middles.mean()
-    slope = (apart * means).sum() / (apart ** 2).sum()
-    residuals = means - means.mean() - slope * apart
-    error = float(numpy.sqrt((residuals ** 2).sum() / (BLOCKS - 2) / (apart ** 2).sum()))
-    return dict(mean=float(values.mean()), lowest=float(values.min()), highest=float(values.max()),
-                slope=float(slope), error=error, t=float(slope / error) if error else 0.0)
+    blocks = np.array_split(values - values[0], BLOCKS)  # so that what never changes is exactly 0
+    means = np.array([block.mean() for block in blocks])
+    steps = np.array_split(np.arange(len(values)), BLOCKS)
+    middles = np.array([block.mean() for block in steps]) / 1000
+    distances = middles - middles.mean()
+    slope = (distances * means).sum() / (distances**2).sum()
+    residuals = means - means.mean() - slope * distances
+    variance = (residuals**2).sum() / (BLOCKS - 2)
+    error = float(np.sqrt(variance / (distances**2).sum()))
+    return {
+        "mean": float(values.mean()),
+        "lowest": float(values.min()),
+        "highest": float(values.max()),
+        "slope": float(slope),
+        "error": error,
+        "t": float(slope / error) if error else 0.0,
+    }
 
 
-def draw(values: dict[str, numpy.ndarray], skip: int, output: Path):
+def draw(columns: dict[str, np.ndarray], skip: int, output: Path):
     """A panel for each column, with the step from which on it counts."""
     figure = Figure(figsize=(12, 8), layout="constrained")
-    for axes, (name, of_steps) in zip(figure.subplots(3, 3).flat, values.items()):
-        axes.plot(range(1, len(of_steps) + 1), of_steps, linewidth=0.5)
+    for axes, (name, values) in zip(figure.subplots(3, 3).flat, columns.items()):
+        axes.plot(range(1, len(values) + 1), values, linewidth=0.5)
         axes.axvline(skip, color="grey", linestyle=":")
         axes.set(title=name, xlabel="step")
         axes.grid(alpha=0.3)
@@ -112,24 +140,28 @@ def draw(values: dict[str, numpy.ndarray], skip: int, output: Path):
 
 
 def main():
-    """Runs the training in this process, then looks back."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Runs the training in this process, then reports."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--skip", type=int, default=100, help="steps before the first that counts")
     parser.add_argument("--output", type=Path, default=ASSETS / "soak.json", help="where the numbers go")
     options, others = parser.parse_known_args()
-    flags = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))] + others
+    flags = [f"--{name}={value}" for name, value in FLAGS.items()] + others
     with tempfile.TemporaryDirectory() as folder:
-        sys.argv = ["train.py", *flags, "--steps", str(options.steps), "--output_dir", folder]
-        train.main(trainer_class=Watched)
-    values = dict(zip(COLUMNS, Watched.seen.T))
-    rows = [dict(what=name) | line(of_steps[options.skip:]) for name, of_steps in values.items()]
-    print(f"steps {options.skip + 1} to {options.steps}; slope and error are for 1,000 steps")
+        sys.argv = ["train.py", *flags, f"--steps={options.steps}", f"--output_dir={folder}/run"]
+        train.main(trainer=MeasuredTrainer)
+    columns = dict(zip(COLUMNS, MeasuredTrainer.measured.T))
+    rows = [{"what": name} | fit_line(values[options.skip :]) for name, values in columns.items()]
+    print(f"steps {options.skip + 1} to {options.steps}; slope and error are per 1,000 steps")
     show(rows)
-    draw(values, options.skip, options.output.with_suffix(".png"))
-    means = {name: [round(float(block.mean()), 4) for block in numpy.array_split(of_steps, options.steps // 10)]
-             for name, of_steps in values.items()}
-    write(options.output, flags=flags, steps=options.steps, skip=options.skip, rows=rows, means_of_10_steps=means)
+    draw(columns, options.skip, options.output.with_suffix(".png"))
+    means = {}
+    for name, values in columns.items():
+        tens = np.array_split(values, options.steps // 10)
+        means[name] = [round(float(block.mean()), 4) for block in tens]
+    settings = {"flags": flags, "steps": options.steps, "skip": options.skip}
+    write(options.output, **settings, rows=rows, means_of_10_steps=means)
 
 
 if __name__ == "__main__":

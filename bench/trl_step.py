@@ -12,6 +12,7 @@ A learning rate of 1e-9 leaves the policy as it is, so that every round has the 
 Prints wall and CPU seconds and their ratios; by phase the CPU seconds (neighbours on the machine trouble them less),
 and the positions that went through the model, padding included.
 """
+
 import os
 import sys
 import tempfile
@@ -23,7 +24,7 @@ from dataclasses import replace
 from functools import wraps
 from statistics import fmean, median
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}   # for the imports below, which read them once
+os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}  # for the imports below, which read them once
 
 import torch
 from datasets import Dataset
@@ -35,14 +36,19 @@ from tools.speed import Stopwatch
 from train import TINY, Config, RLDataset, Sample, Trainer, env_step, reward_fn
 
 NEEDED = "trl==1.16.0"
-DEFAULT = 8     # TRL's own size of a micro-batch; by default it also recomputes activations
+DEFAULT = 8  # TRL's own size of a micro-batch; by default it also recomputes activations
 
 
 class Phases:
     """CPU seconds of each phase, without those of phases inside it, and positions that models embedded meanwhile."""
 
     def __init__(self):
-        self.stack, self.seconds, self.positions, self.since = ["rest"], Counter(), Counter(), time.process_time()
+        self.stack, self.seconds, self.positions, self.since = (
+            ["rest"],
+            Counter(),
+            Counter(),
+            time.process_time(),
+        )
 
     def tick(self):
         """Books the time since the last tick."""
@@ -73,7 +79,8 @@ class Phases:
     def count(self, model):
         """Books the positions that a model embeds from now on."""
         model.get_input_embeddings().register_forward_pre_hook(
-            lambda module, args: self.positions.update({self.stack[-1]: args[0].numel()}))
+            lambda module, args: self.positions.update({self.stack[-1]: args[0].numel()})
+        )
 
     @contextmanager
     def record(self, record: dict):
@@ -117,8 +124,10 @@ class Ours(Trainer):
         with self.phases.record(self.records[-1]):
             _, samples = self.step()
         self.records[-1] |= dict(
-            prompts=[sample.ids[:sample.mask.index(1)] for sample in samples],
-            tokens=fmean(sum(sample.mask) for sample in samples), reward=fmean(sample.reward for sample in samples))
+            prompts=[sample.ids[: sample.mask.index(1)] for sample in samples],
+            tokens=fmean(sum(sample.mask) for sample in samples),
+            reward=fmean(sample.reward for sample in samples),
+        )
 
 
 class Theirs(TrainerCallback):
@@ -128,15 +137,24 @@ class Theirs(TrainerCallback):
         self.updates, self.phases, self.records = config.updates_per_step, Phases(), []
         self.go, self.done, self.error = threading.Semaphore(0), threading.Semaphore(0), None
         data = RLDataset(config.data)
-        asked = [data[row] for step in range(1, rounds + 1) for _, row in prompt_order(step, len(data), config)]
+        asked = [
+            data[row] for step in range(1, rounds + 1) for _, row in prompt_order(step, len(data), config)
+        ]
         rows = [dict(prompt=sample.messages, **sample.row) for sample in asked]
-        self.trainer = trl.GRPOTrainer(config.model, self.reward, self.arguments(trl, config, rounds, micro_batch),
-                                       train_dataset=Dataset.from_list(rows), callbacks=[self])
+        self.trainer = trl.GRPOTrainer(
+            config.model,
+            self.reward,
+            self.arguments(trl, config, rounds, micro_batch),
+            train_dataset=Dataset.from_list(rows),
+            callbacks=[self],
+        )
         self.phases.count(self.trainer.model)
         self.phases.wrap(self.trainer, "_generate", "rollout")
         self.phases.wrap(self.trainer, "_calculate_rewards", "reward")
         self.phases.wrap(self.trainer, "_generate_and_score_completions", "rest")
-        self.phases.wrap(self.trainer, "_get_per_token_logps_and_entropies", "update", without_grad="logprobs")
+        self.phases.wrap(
+            self.trainer, "_get_per_token_logps_and_entropies", "update", without_grad="logprobs"
+        )
         self.phases.wrap(self.trainer, "training_step", "update")
         self.phases.wrap(self.trainer, "_clip_grad_norm", "update")
         self.tokenize, self.trainer._tokenize_prompts = self.trainer._tokenize_prompts, self.keep_prompts
@@ -145,15 +163,37 @@ class Theirs(TrainerCallback):
         """The config in TRL's words. What it does not say is TRL's default; its others were no faster here."""
         share = config.prompts_per_step * config.group_size // config.updates_per_step
         return trl.GRPOConfig(
-            output_dir=f"{config.output_dir}/trl", report_to="none", disable_tqdm=True, logging_strategy="no",
-            save_strategy="no", eval_strategy="no", use_cpu=True, bf16=False, use_vllm=False,
-            gradient_checkpointing=config.gradient_checkpointing, shuffle_dataset=False, num_iterations=1, beta=0.0,
-            max_steps=rounds * config.updates_per_step, generation_batch_size=share * config.updates_per_step,
-            per_device_train_batch_size=micro_batch, gradient_accumulation_steps=share // micro_batch,
-            num_generations=config.group_size, max_completion_length=config.max_new_tokens,
-            temperature=config.temperature, loss_type="grpo", scale_rewards="group", epsilon=config.clip_low,
-            epsilon_high=config.clip_high, max_grad_norm=config.max_grad_norm, learning_rate=config.lr,
-            lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.99, weight_decay=0.0)
+            output_dir=f"{config.output_dir}/trl",
+            report_to="none",
+            disable_tqdm=True,
+            logging_strategy="no",
+            save_strategy="no",
+            eval_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            use_vllm=False,
+            gradient_checkpointing=config.gradient_checkpointing,
+            shuffle_dataset=False,
+            num_iterations=1,
+            beta=0.0,
+            max_steps=rounds * config.updates_per_step,
+            generation_batch_size=share * config.updates_per_step,
+            per_device_train_batch_size=micro_batch,
+            gradient_accumulation_steps=share // micro_batch,
+            num_generations=config.group_size,
+            max_completion_length=config.max_new_tokens,
+            temperature=config.temperature,
+            loss_type="grpo",
+            scale_rewards="group",
+            epsilon=config.clip_low,
+            epsilon_high=config.clip_high,
+            max_grad_norm=config.max_grad_norm,
+            learning_rate=config.lr,
+            lr_scheduler_type="constant",
+            adam_beta1=0.9,
+            adam_beta2=0.99,
+            weight_decay=0.0,
+        )
 
     def keep_prompts(self, prompts: list) -> tuple:
         """TRL's ids of the prompts, for the record."""
@@ -162,8 +202,10 @@ class Theirs(TrainerCallback):
 
     def reward(self, prompts, completions, completion_ids, nums, target, **_) -> list[float]:
         """Our reward_fn in TRL's form."""
-        scores = [reward_fn(Sample(messages, dict(nums=nums, target=target), text=turns[0]["content"]))
-                  for messages, turns, nums, target in zip(prompts, completions, nums, target)]
+        scores = [
+            reward_fn(Sample(messages, dict(nums=nums, target=target), text=turns[0]["content"]))
+            for messages, turns, nums, target in zip(prompts, completions, nums, target)
+        ]
         self.records[-1] |= dict(tokens=fmean(map(len, completion_ids)), reward=fmean(scores))
         return scores
 
@@ -203,7 +245,8 @@ def load_trl():
     """The module, or the end with one line that says what is missing."""
     try:
         import trl
-        trl.GRPOTrainer     # this imports it
+
+        trl.GRPOTrainer  # this imports it
     except (ImportError, RuntimeError) as error:
         sys.exit(f"bench.trl_step compares with TRL, which does not load ({error}): pip install {NEEDED}")
     return trl
@@ -221,47 +264,94 @@ def compare(sides: dict, times: dict) -> dict:
     numbers = {}
     for name, side in sides.items():
         asked = [record["prompts"] for record in side.records]
-        assert asked == [record["prompts"] for record in sides["ours"].records], f"{name} saw other prompts than ours"
+        assert asked == [record["prompts"] for record in sides["ours"].records], (
+            f"{name} saw other prompts than ours"
+        )
         records = side.records[1:]
         numbers[name] = times[name] | dict(
             ratio_wall=measure.ratio(times[name]["wall"], ours["wall"]),
             ratio_cpu=measure.ratio(times[name]["cpu"], ours["cpu"]),
-            tokens=fmean(record["tokens"] for record in records), reward=fmean(record["reward"] for record in records),
-            seconds=middle(records, "seconds"), positions=middle(records, "positions"))
+            tokens=fmean(record["tokens"] for record in records),
+            reward=fmean(record["reward"] for record in records),
+            seconds=middle(records, "seconds"),
+            positions=middle(records, "positions"),
+        )
     return numbers
 
 
 def report(numbers: dict, best: str):
     """Prints both tables."""
-    measure.show([{"step of": name, "wall (s)": median(one["wall"]), "CPU (s)": median(one["cpu"]),
-                   "wall / ours": one["ratio_wall"], "CPU / ours": one["ratio_cpu"],
-                   "tokens a completion": one["tokens"], "reward": one["reward"]} for name, one in numbers.items()])
+    measure.show(
+        [
+            {
+                "step of": name,
+                "wall (s)": median(one["wall"]),
+                "CPU (s)": median(one["cpu"]),
+                "wall / ours": one["ratio_wall"],
+                "CPU / ours": one["ratio_cpu"],
+                "tokens a completion": one["tokens"],
+                "reward": one["reward"],
+            }
+            for name, one in numbers.items()
+        ]
+    )
     print(f"\nCPU by phase, ours and {best}:")
     ours, theirs = numbers["ours"], numbers[best]
-    names = sorted(ours["seconds"].keys() | theirs["seconds"].keys(),
-                   key=lambda name: -theirs["seconds"].get(name, 0.0))
-    measure.show([{"phase": name, "ours (s)": ours["seconds"].get(name, 0.0),
-                   "TRL (s)": theirs["seconds"].get(name, 0.0), "positions, ours": ours["positions"].get(name, 0),
-                   "positions, TRL": theirs["positions"].get(name, 0)} for name in names])
+    names = sorted(
+        ours["seconds"].keys() | theirs["seconds"].keys(), key=lambda name: -theirs["seconds"].get(name, 0.0)
+    )
+    measure.show(
+        [
+            {
+                "phase": name,
+                "ours (s)": ours["seconds"].get(name, 0.0),
+                "TRL (s)": theirs["seconds"].get(name, 0.0),
+                "positions, ours": ours["positions"].get(name, 0),
+                "positions, TRL": theirs["positions"].get(name, 0),
+            }
+            for name in names
+        ]
+    )
     print(f"\nTRL / ours: wall {theirs['ratio_wall']:.2f}, CPU {theirs['ratio_cpu']:.2f}")
 
 
 def main():
     """Measures, prints, writes."""
     options = measure.options(__doc__, "trl", micro_batches=("32,64,128", "of TRL, in samples"))
-    trl, rounds = load_trl(), options.rounds + 1     # one warms up
+    trl, rounds = load_trl(), options.rounds + 1  # one warms up
     with tempfile.TemporaryDirectory() as folder:
-        config = Config(**TINY | dict(device="cpu", dtype="float32", engine="local", lr=1e-9, warmup_steps=0,
-                                      eval_every=0, wandb="off", output_dir=f"{folder}/run"))
-        sides = {"ours": Ours(config)} | {f"TRL, micro-batches of {size}": Theirs(trl, config, rounds, int(size))
-                                          for size in options.micro_batches.split(",")}
-        sides["TRL, its defaults"] = Theirs(trl, replace(config, gradient_checkpointing=True), rounds, DEFAULT)
+        config = Config(
+            **TINY
+            | dict(
+                device="cpu",
+                dtype="float32",
+                engine="local",
+                lr=1e-9,
+                warmup_steps=0,
+                eval_every=0,
+                wandb="off",
+                output_dir=f"{folder}/run",
+            )
+        )
+        sides = {"ours": Ours(config)} | {
+            f"TRL, micro-batches of {size}": Theirs(trl, config, rounds, int(size))
+            for size in options.micro_batches.split(",")
+        }
+        sides["TRL, its defaults"] = Theirs(
+            trl, replace(config, gradient_checkpointing=True), rounds, DEFAULT
+        )
         times = measure.in_turn({name: side.turn for name, side in sides.items()}, options.rounds)
     numbers = compare(sides, times)
     best = min(numbers.keys() - {"ours"}, key=lambda name: numbers[name]["ratio_cpu"])
     report(numbers, best)
-    measure.write(options.output, trl=trl.__version__, best=best, ratio_wall=numbers[best]["ratio_wall"],
-                  ratio_cpu=numbers[best]["ratio_cpu"], steps=numbers)
+    measure.write(
+        options.output,
+        trl=trl.__version__,
+        best=best,
+        ratio_wall=numbers[best]["ratio_wall"],
+        ratio_cpu=numbers[best]["ratio_cpu"],
+        steps=numbers,
+    )
 
 
 if __name__ == "__main__":

@@ -1,39 +1,47 @@
-r"""Any environment of GEM (arXiv:2510.01051), by its id: games, reasoning-gym tasks, whatever `gem.make` knows.
+"""Any environment of GEM (arXiv:2510.01051), by its id: games, reasoning-gym tasks and others.
 
     pip install gem-llm
-    torchrun --standalone --nproc_per_node=4 -m recipes.gem_env --data game:GuessTheNumber-v0-easy \
+    torchrun --standalone --nproc_per_node=4 -m recipes.gem_env --data game:GuessTheNumber-v0-easy \\
         --max_turns 4 --gamma 0.9
 
-A row is a seed: --data ID has the seeds from 0 on, ID@5000 those from 5000 on (for --eval_data). An episode is
-`env.reset`, then an `env.step` for each turn of the policy, in threads, so that a slow environment delays no other; the
-whole conversation stays in the context, GEM's `concat_chat`. Rewards are those of the environment, one a turn; `rebn`
-turns them into advantages, which are GEM's own: returns discounted by --gamma, normalised over the batch.
-Unlike GEM's trainer, all turns of an episode are one sequence, whose prefix is computed once.
+A row is a seed: --data ID has the seeds from 0, ID@5000 those from 5000 (for --eval_data). An episode is
+`env.reset`, then an `env.step` for each turn of the policy, in threads, so that a slow environment delays no
+other. The whole conversation stays in the context, GEM's `concat_chat`. Rewards are the environment's, one
+per turn; `rebn` turns them into GEM's own advantages: returns discounted by --gamma, normalized over the
+batch. Unlike in GEM's trainer, all turns of an episode are one sequence, whose prefix is computed once.
 """
+
 import asyncio
 from dataclasses import dataclass
+from typing import Literal
 
+from recipes.algorithms import ALGORITHMS, AlgorithmConfig, AlgorithmTrainer
 from recipes.turns import user_turn
-from tools.inputs import UserError, flag
-from train import Config, Sample, main
+from train import Sample, UserError, flag, main
 
-SEEDS = 1024            # rows of a dataset
+SEEDS = 1024  # rows of a dataset
 
 
 @dataclass
-class GemConfig(Config):
-    """What train.py has, with GEM's algorithm by default."""
-    reward_workers: int = flag(0, "none: an environment lives in the trainer's own process")
+class GemConfig(AlgorithmConfig):
+    """The flags of recipes/algorithms.py, with GEM's algorithm by default."""
+
+    algo: Literal[tuple(ALGORITHMS)] = flag("rebn", "row of the table of algorithms")
+    data: str = flag("game:GuessTheNumber-v0-easy", "GEM's id of an environment, optionally @first seed")
+    eval_data: str = flag("", "like --data, with other seeds; empty: no evaluation")
+    max_turns: int = flag(4, "policy turns per episode")
 
     def __post_init__(self):
-        self.algo = "rebn" if self.algo == "grpo" else self.algo
+        if self.reward_workers:
+            raise UserError("--reward_workers must be 0: an environment lives in the trainer's own process")
         super().__post_init__()
 
 
 def make(name: str):
-    """An environment. Raises UserError where there is none of that name."""
+    """An environment. Raises UserError if there is none of that name."""
     try:
-        import gem          # optional, and slow to import
+        import gem  # optional, and slow to import
+
         return gem.make(name)
     except ImportError as error:
         raise UserError(f"gem is not installed ({error}): pip install gem-llm") from error
@@ -60,7 +68,7 @@ class GemDataset:
 
 
 def shown(text: str, info: dict) -> str:
-    """An observation with what GEM says around it."""
+    """An observation with what GEM puts around it."""
     return "\n".join(filter(None, (info.get("prefix"), text, info.get("suffix"))))
 
 
@@ -68,7 +76,8 @@ async def env_step(sample: Sample) -> str | None:
     """Plays the policy's turn in the sample's own environment."""
     state = sample.state
     if "env" not in state:
-        state["env"], state["rewards"] = await asyncio.to_thread(make, sample.row["env"]), []
+        state["env"] = await asyncio.to_thread(make, sample.row["env"])
+        state["rewards"] = []
         await asyncio.to_thread(state["env"].reset, seed=sample.row["seed"])
     text, reward, terminated, truncated, info = await asyncio.to_thread(state["env"].step, sample.turns[-1])
     state["rewards"].append(float(reward))
@@ -76,11 +85,11 @@ async def env_step(sample: Sample) -> str | None:
 
 
 def reward_fn(sample: Sample) -> list[float]:
-    """The environment's rewards; 0 for a turn that was cut off, which it never saw."""
-    found = sample.state.get("rewards", [])
-    sample.metrics |= {"turns": len(sample.turns), "return": sum(found)}
-    return found + [0.0] * (len(sample.turns) - len(found))
+    """The environment's rewards; 0 for a truncated turn, which it never saw."""
+    rewards = sample.state.get("rewards", [])
+    sample.metrics |= {"turns": len(sample.turns), "return": sum(rewards)}
+    return rewards + [0.0] * (len(sample.turns) - len(rewards))
 
 
 if __name__ == "__main__":
-    main(GemConfig, GemDataset, reward_fn, env_step)
+    main(GemConfig, GemDataset, reward_fn, env_step, AlgorithmTrainer)

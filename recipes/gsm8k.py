@@ -1,23 +1,23 @@
-r"""GSM8K as two published systems do it: their prompt, their reward, their evaluation.
+r"""GSM8K as two published systems train it: their prompt, their reward, their evaluation.
 
-    torchrun --standalone --nproc_per_node=4 -m recipes.gsm8k --protocol tapeagents --data openai/gsm8k/main
+    torchrun --standalone --nproc_per_node=4 -m recipes.gsm8k --protocol tapeagents
 
-tapeagents   (ServiceNow, examples/rl_gsm8k) The answer is the first whole number after the last \boxed: +1 right, 0
-             wrong, -1 if there is none or the completion was cut off. Evaluated greedily on the whole test set.
-oat          (sail-sg, docs/reasoning_examples) The answer is the last number of the text: 1 or 0. Evaluated by 16
-             samples of each problem at a temperature of 0.35 (avg@16).
+tapeagents   (ServiceNow, examples/rl_gsm8k) The answer is the first whole number after the last \boxed:
+             +1 right, 0 wrong, -1 if there is none or the completion is truncated. Evaluated greedily.
+oat          (sail-sg, docs/reasoning_examples) The answer is the last number of the text: 1 or 0. Evaluated
+             with 16 samples of each problem at a temperature of 0.35 (avg@16).
 
-The evaluation is on the test split and starts before the first step, so the base model is measured by the same one.
-eval_score counts right answers, whatever a protocol rewards. Kept apart on purpose: Oat's top_p of 0.9, in training and
+Evaluation starts before the first step, so that the base model is measured in the same way. eval_score counts
+right answers, whatever the protocol's reward. Left out on purpose: Oat's top_p of 0.9, in training and
 evaluation, which would sample from another policy than the one that is trained.
 """
+
 from dataclasses import dataclass
 from typing import Literal
 
-
 import rewards
-from tools.inputs import UserError, flag
-from train import Config, RLDataset, Sample, Trainer, main
+from recipes.evaluate import Evaluator
+from train import Config, RLDataset, Sample, UserError, flag, main
 
 PROMPT = "{}\nPlease reason step by step, and put your final answer within \\boxed{{}}."
 
@@ -32,54 +32,57 @@ def oat(sample: Sample) -> float:
     return rewards.gsm8k_last_number(sample.text, sample.row["answer"])
 
 
-PROTOCOLS = {   # the reward, and what an evaluation samples
-    "tapeagents": (tapeagents, dict(eval_samples=1, eval_temperature=0.0)),
-    "oat": (oat, dict(eval_samples=16, eval_temperature=0.35)),
+PROTOCOLS = {  # the reward, and how to evaluate unless a flag says otherwise
+    "tapeagents": (tapeagents, {"eval_samples": 1, "eval_temperature": 0.0}),
+    "oat": (oat, {"eval_samples": 16, "eval_temperature": 0.35}),
 }
 
 
 @dataclass
 class GSM8KConfig(Config):
-    """What train.py has, and a protocol."""
+    """The core's flags, and a protocol."""
+
+    data: str = flag("openai/gsm8k/main", "file or owner/name[/config][:split]")
+    eval_data: str = flag("openai/gsm8k/main:test", "like --data; empty: no evaluation")
     protocol: Literal[tuple(PROTOCOLS)] = flag("tapeagents", "whose reward and evaluation")
+    eval_samples: int | None = flag(None, "completions per prompt in an evaluation; None: the protocol's")
+    eval_temperature: float | None = flag(None, "sampling temperature of evaluations; None: the protocol's")
 
     def __post_init__(self):
         for name, value in PROTOCOLS[self.protocol][1].items():
-            setattr(self, name, value)
-        if self.data == "openai/gsm8k/main" and not self.eval_data:
-            self.eval_data = "openai/gsm8k/main:test"
-        super().__post_init__()
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
 
 class GSM8KDataset(RLDataset):
     """Rows of question and answer, with one prompt for both protocols."""
 
     def __getitem__(self, index: int) -> Sample:
-        row = self.rows[index]
+        row = dict(self.rows[index])
         if not row.get("question") or row.get("answer") is None:
-            raise UserError(f"{self.source}: row {index} needs question and answer, as openai/gsm8k/main has them")
+            raise UserError(f"{self.source}: row {index} needs question and answer, as in openai/gsm8k/main")
         return Sample([{"role": "user", "content": PROMPT.format(row["question"])}], row)
 
 
-class GSM8K(Trainer):
-    """Rewards by the protocol; an evaluation counts what is right."""
+class GSM8K(Evaluator):
+    """Rewards by the protocol; an evaluation counts right answers."""
 
     def __init__(self, config, dataset_class, reward_fn, env_step):
-        super().__init__(config, dataset_class, self.reward, env_step)
+        super().__init__(config, dataset_class, self.reward_by_protocol, env_step)
 
-    def reward(self, sample: Sample) -> float:
-        """The protocol's, and for the log what it is made of."""
+    def reward_by_protocol(self, sample: Sample) -> float:
+        """The protocol's reward, and for the log what it means."""
         reward = PROTOCOLS[self.config.protocol][0](sample)
         sample.metrics |= {"solved": float(reward == 1), "unreadable": float(reward == -1)}
         return reward
 
-    def act(self, dataset, *arguments) -> list[Sample]:
-        """Of an evaluation's samples the reward is whether they are right."""
-        samples = super().act(dataset, *arguments)
-        for sample in samples if dataset is self.eval_data else ():
-            sample.rewards = [sample.metrics.get("solved", 0.0)]
+    def sample(self, dataset, *arguments) -> list[Sample]:
+        """In an evaluation the reward is whether the answer is right."""
+        samples = super().sample(dataset, *arguments)
+        for sample in samples if dataset is self.eval_data else []:
+            sample.reward = sample.metrics.get("solved", 0.0)
         return samples
 
 
 if __name__ == "__main__":
-    main(GSM8KConfig, GSM8KDataset, trainer_class=GSM8K)
+    main(GSM8KConfig, GSM8KDataset, trainer=GSM8K)

@@ -1,44 +1,43 @@
-"""Mathematics with a Python tool, as GEM has it: the policy may run programs before it answers.
+"""Mathematics with a Python tool, as in GEM: the policy may run programs before it answers.
 
     torchrun --standalone --nproc_per_node=4 -m recipes.math_python --data math/train.jsonl --max_turns 6
     torchrun --standalone --nproc_per_node=4 -m recipes.math_python --data math/train.jsonl --tool False
 
-After a turn with a program, in <python> </python> or a fenced block, the first one runs in a sandbox (tools/sandbox.py)
-for at most 5 seconds, and what it printed is the next turn; that many times as --tool_uses says. A turn without a
-program ends the episode. Rows have problem and answer (MATH) or question and answer (GSM8K); math-verify grades the
-last \\boxed{} of the last turn. GEM gives no reward for using the tool by default, and neither does this.
-Unlike GEM's, the turn is not cut off where its program ends: what was sampled after it stays, and is trained.
-`python -m tools.make_calculator` makes a small model and problems to see it work without a GPU.
+After a turn with a program, in <python> </python> or a fenced block, the first one runs in a sandbox
+(extras/sandbox.py) for at most 5 seconds, and its output is the next turn, up to --tool_uses times. A turn
+without a program ends the episode. Rows have problem and answer (MATH) or question and answer (GSM8K);
+math-verify grades the last \\boxed{} of the last turn. As in GEM's default, using the tool gives no reward.
+Unlike in GEM, the turn is not cut off where its program ends: what was sampled after it stays, and is
+trained. `python -m tools.make_calculator` makes a small model and problems to see it work without a GPU.
 """
+
 import asyncio
 import re
 from dataclasses import dataclass
 
-
 import rewards
+from extras.sandbox import run_python
 from recipes.turns import user_turn
-from tools.inputs import UserError, flag
-from tools.sandbox import run_python
-from train import MATH, Config, RLDataset, Sample, Trainer, main
+from train import MATH, Config, RLDataset, Sample, Trainer, UserError, flag, main
 
 PROGRAM = re.compile(r"<python>(.*?)</python>|```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
-HINT = "\nTo compute something, write a Python program that prints it between <python> and </python>, and wait."
+HINT = (
+    "\nTo compute something, write a Python program that prints it between <python> and </python>, and wait."
+)
 SECONDS = 5.0
 
 
 @dataclass
 class ToolConfig(Config):
-    """What train.py has, and the tool."""
-    max_turns: int = flag(6, "turns of the policy in an episode")
-    tool: bool = flag(True, "whether there is one")
+    """The core's flags, and the tool."""
+
+    max_turns: int = flag(6, "policy turns per episode")
+    tool: bool = flag(True, "whether there is a tool")
     tool_uses: int = flag(5, "programs that an episode may run")
 
     def __post_init__(self):
         if self.tool_uses < 0:
             raise UserError(f"--tool_uses must be 0 or more, not {self.tool_uses}")
-        if not self.tool:
-            self.max_turns = 1
-        super().__post_init__()
 
 
 def program_of(turn: str) -> str | None:
@@ -55,11 +54,12 @@ def reward_fn(sample: Sample) -> float:
 
 
 class MathDataset(RLDataset):
-    """MATH and GSM8K rows."""
+    """Rows of MATH and GSM8K."""
+
     hint = HINT
 
     def __getitem__(self, index: int) -> Sample:
-        row = self.rows[index]
+        row = dict(self.rows[index])
         problem = row.get("problem") or row.get("question")
         if not problem or row.get("answer") is None:
             raise UserError(f"{self.source}: row {index} needs problem and answer, or question and answer")
@@ -67,7 +67,8 @@ class MathDataset(RLDataset):
 
 
 class PlainDataset(MathDataset):
-    """The same without a word of the tool."""
+    """The same without a word about the tool."""
+
     hint = ""
 
 
@@ -75,11 +76,13 @@ class ToolTrainer(Trainer):
     """A Trainer whose episodes may run programs."""
 
     def __init__(self, config, dataset_class, reward_fn, env_step):
-        super().__init__(config, dataset_class if config.tool else PlainDataset, reward_fn, self.run_program)
+        dataset_class = dataset_class if config.tool else PlainDataset
+        super().__init__(config, dataset_class, reward_fn, self.run_program)
 
     async def run_program(self, sample: Sample) -> str | None:
-        """The output of the turn's program as the next turn; None where there is none, or no more may run."""
-        program, uses = program_of(sample.turns[-1]), sample.state.get("uses", 0)
+        """The output of the turn's program as the next turn; None if there is none, or no more may run."""
+        program = program_of(sample.turns[-1])
+        uses = sample.state.get("uses", 0)
         if program is None or not self.config.tool or uses >= self.config.tool_uses:
             return None
         sample.state["uses"] = uses + 1
@@ -88,4 +91,4 @@ class ToolTrainer(Trainer):
 
 
 if __name__ == "__main__":
-    main(ToolConfig, MathDataset, reward_fn, trainer_class=ToolTrainer)
+    main(ToolConfig, MathDataset, reward_fn, trainer=ToolTrainer)

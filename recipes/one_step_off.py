@@ -2,90 +2,118 @@
 
     torchrun --standalone --nproc_per_node=4 -m recipes.one_step_off --engine http://other-box:30000
 
-It needs servers of their own GPUs. `train.py` waits for a rollout, then for an update; here the two go on at once, and
-a rollout that is under way when new weights come goes on with those (its cache is made anew). So a batch is a mixture
-of policies, at most --max_staleness pushes old: each token carries the version of its weights, and the ratio of the
-loss starts from the log-probs that the sampler itself reported, as in Noukhovitch et al., arXiv:2410.18252, and AReaL,
-arXiv:2505.24298. `logprob_diff` is 0 by that choice; `gate_diff` still says whether each push arrived.
+It requires servers with GPUs of their own. `train.py` waits for a rollout, then for an update; here both run
+at once, and a rollout in flight continues with new weights when they arrive (its cache is computed again). So
+a batch comes from a mixture of policies, at most --max_staleness pushes old. Each token carries the version
+of its weights, and the ratio of the loss starts from the log-probs that the sampler itself reported, as in
+Noukhovitch et al., arXiv:2410.18252, and AReaL, arXiv:2505.24298. `logprob_diff` is 0 by that choice.
 """
+
 import asyncio
 import threading
 from collections import deque
+from concurrent.futures import Future
+from copy import deepcopy
 from dataclasses import dataclass
-from statistics import fmean
 
-import torch
+import numpy as np
+import torch.distributed as dist
 
-from tools.inputs import UserError, flag, prompt_order
-from train import Batch, Config, Sample, Trainer, gather, main
+from train import Config, Sample, Trainer, UserError, encode_prompt, flag, main, reduce_over
 
 
 @dataclass
 class OneStepOffConfig(Config):
-    """What train.py has, and how far ahead to sample."""
-    max_staleness: int = flag(1, "batches sampled ahead: no token is more pushes older than the actor")
+    """The core's flags, and how far ahead to sample."""
+
+    max_staleness: int = flag(1, "batches sampled ahead: the largest age of a token, in pushes")
 
     def __post_init__(self):
-        super().__post_init__()
         if not self.engine.startswith("http"):
-            raise UserError("--engine must name servers, http://host:port[,http://...]: they sample all the time")
+            raise UserError(
+                "--engine must name servers, http://host:port[,http://...]: they sample all the time"
+            )
         if self.offload:
-            raise UserError("--offload has no use here: the actor learns while the servers sample")
-        if self.dynamic_sampling:
-            raise UserError("--dynamic_sampling must be 0 here: what to sample is not known ahead of time")
+            raise UserError("--offload has no effect here: the actor learns while the servers sample")
         if self.max_staleness < 0:
             raise UserError(f"--max_staleness must be 0 or more, not {self.max_staleness}")
 
 
-class OneStepOff(Trainer):
-    """Trainer.step, with the rollouts begun ahead of time on a thread of their own."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.begun, self.ahead = 0, deque()
-        threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
-
-    def begin(self, last: int):
-        """Begins the rollouts up to number `last`, as far as they are not."""
-        config = self.config
-        self.begun = max(self.begun, self.draws - 1)        # after --resume
-        for draw in range(self.begun + 1, min(last, config.steps) + 1):
-            prompts = prompt_order(draw, len(self.data), config)
-            episodes = self.episodes(self.data, prompts, config.group_size, config.temperature)
-            self.ahead.append(asyncio.run_coroutine_threadsafe(together(episodes), self.engine.loop))
-            self.begun = draw
-
-    def rollout(self) -> list[Sample]:
-        """The samples of a rollout that was begun some steps ago, of all ranks."""
-        self.draws += 1
-        self.begin(self.draws + self.config.max_staleness)
-        with self.timed("rollout"):         # what is left of it to wait for
-            samples = gather(self.ahead.popleft().result(), self.mesh["tp"])
-        with self.timed("wait"):
-            return sorted(gather(samples, self.mesh["dp"]), key=lambda sample: sample.key)
-
-    def learn(self, samples: list[Sample]) -> dict[str, float]:
-        """As ever, and says how old the samples are."""
-        return self.staleness(samples) | super().learn(samples)
-
-    def old_logprobs(self, batch: Batch, update: int) -> torch.Tensor:
-        """The policy that the ratio starts from, [N], is the sampler: whatever mixture of weights that was."""
-        return batch.engine_logprobs
-
-    def staleness(self, samples: list[Sample]) -> dict[str, float]:
-        """By how many pushes the trained tokens are older than the actor, over all ranks; bounded, or it raises."""
-        lags = [self.engine.version - version for sample in samples if not sample.failure
-                for version, trained in zip(sample.versions, sample.mask) if trained] or [0]
-        if not 0 <= min(lags) <= max(lags) <= self.config.max_staleness:
-            raise UserError(f"tokens are {min(lags)} to {max(lags)} pushes old, --max_staleness is "
-                            f"{self.config.max_staleness}: does another run push to the same server?")
-        return {"staleness": fmean(lags), "staleness_max": max(lags)}
-
-
-async def together(episodes: list) -> list[Sample]:
+async def play_all(episodes: list) -> list[Sample]:
     """Plays episodes at once."""
     return await asyncio.gather(*episodes)
 
 
+class OneStepOff(Trainer):
+    """A Trainer whose rollouts begin ahead of time, on a thread of their own."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.begun = 0  # rollouts that were begun
+        self.ahead = deque()
+        threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
+
+    def begin(self, dataset, prompts: list, group_size: int, temperature: float) -> Future:
+        """Begins group_size episodes per prompt (place, row) on the engine's thread."""
+        episodes = []
+        for place, row in prompts[self.engine.share]:
+            prompt = dataset[row]
+            prompt.append(encode_prompt(self.tokenizer, prompt.messages))
+            fits = len(prompt.tokens) <= self.room
+            for i in range(group_size if fits else 0):
+                sample = deepcopy(prompt)
+                sample.key = (place, i)
+                episodes.append(self.episode(sample, temperature))
+        return asyncio.run_coroutine_threadsafe(play_all(episodes), self.engine.loop)
+
+    def finish(self, future: Future) -> list[Sample]:
+        """Waits for episodes. Returns this data-parallel rank's samples."""
+        parts = [None] * self.mesh["tp"].size()
+        dist.all_gather_object(parts, future.result(), group=self.mesh["tp"].get_group())
+        return sorted(sum(parts, []), key=lambda sample: sample.key)
+
+    def sample(self, *arguments) -> list[Sample]:
+        """Plays episodes and waits for them, for example in an evaluation."""
+        return self.finish(self.begin(*arguments))
+
+    def rollout(self) -> list[Sample]:
+        """The samples of a rollout that was begun --max_staleness steps ago; begins the next one."""
+        config = self.config
+        self.begun = max(self.begun, self.draws)  # after --resume
+        self.draws += 1
+        last = min(self.draws + config.max_staleness, config.steps)
+        for draw in range(self.begun, last):
+            prompts = self.prompts[draw * config.prompts_per_step : (draw + 1) * config.prompts_per_step]
+            mine = [one for one in prompts if one[0] // config.updates_per_step % self.ranks == self.rank]
+            self.ahead.append(self.begin(self.data, mine, config.group_size, config.temperature))
+            self.begun = draw + 1
+        return self.finish(self.ahead.popleft())
+
+    def learn(self, samples: list[Sample]) -> dict[str, float]:
+        """Updates the actor, and logs how old the samples are."""
+        return self.staleness(samples) | super().learn(samples)
+
+    def loss(self, batch):
+        """The ratio starts from the sampler, whatever mixture of weights that was."""
+        batch.old_logprobs = batch.engine_logprobs
+        return super().loss(batch)
+
+    def staleness(self, samples: list[Sample]) -> dict[str, float]:
+        """The age of trained tokens in pushes, over all ranks. Raises UserError if it is out of bounds."""
+        tokens = [sample.tokens[sample.tokens["mask"] == 1] for sample in samples if not sample.failure]
+        ages = np.concatenate(
+            [self.engine.version - part["version"] for part in tokens] or [np.zeros(1, int)]
+        )
+        extremes = reduce_over(self.mesh["dp"], [-ages.min(), ages.max()], dist.ReduceOp.MAX)
+        lowest, highest = -extremes[0], extremes[1]
+        if not 0 <= lowest <= highest <= self.config.max_staleness:
+            raise UserError(
+                f"tokens are {lowest:g} to {highest:g} pushes old, but --max_staleness is "
+                f"{self.config.max_staleness}: does another run push to the same server?"
+            )
+        total, count = reduce_over(self.mesh["dp"], [ages.sum(), len(ages)])
+        return {"staleness": total / count, "staleness_max": highest}
+
+
 if __name__ == "__main__":
-    main(OneStepOffConfig, trainer_class=OneStepOff)
+    main(OneStepOffConfig, trainer=OneStepOff)

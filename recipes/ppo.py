@@ -1,56 +1,67 @@
-"""PPO with a critic, and two that give credit to reasoning steps: one value, one advantage for what a step did.
+"""PPO with a critic, and two relatives that give credit to reasoning steps.
 
-    torchrun --standalone --nproc_per_node=4 -m recipes.ppo --data openai/gsm8k/main --kl_coef 1e-4 --kl_in reward
+    torchrun --standalone --nproc_per_node=4 -m recipes.ppo --data openai/gsm8k/main
 
-A critic is a second model of the actor's kind and sharding, with a head that says what return it expects; how much
-better the policy did is the advantage (GAE, arXiv:1506.02438 eq. 16, with lambda and gamma). V_t is the value of the
-state in which token t was sampled, V = 0 after the last one, r_t the reward that came with it, less --kl_coef's:
+The critic is a second model of the actor's kind and sharding, with a head that predicts the return. The
+advantage is how much better the policy did (GAE, arXiv:1506.02438 eq. 16, with lambda and gamma). V_t is the
+value of the state in which token t was sampled, V = 0 after the last one, r_t its reward, less --kl_coef's
+penalty:
 
     ppo   Oat's (arXiv:2411.01493): delta_t = r_t + gamma V_t+1 - V_t,  A_t = delta_t + gamma lambda A_t+1
-    tppo  OpenR's (arXiv:2410.09671; POAD, arXiv:2405.15821): the same, but gamma counts where a step ends, 1 elsewhere
-    appo  OpenR's: the same over steps instead of tokens: one value, one advantage, one ratio for all tokens of a step
+    tppo  OpenR's (arXiv:2410.09671; POAD, arXiv:2405.15821): the same, but gamma is 1 within a step
+    appo  OpenR's: the same over steps: one value, one advantage, one ratio for all tokens of a step
 
-A step is a line, or what reward_fn made of sample.steps; OpenR has gamma and lambda of 0.95 and an entropy_coef of
-0.01. The value loss is 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old before whitening, which
-is --normalize. Unlike Oat, here a prompt's completions need no more epochs: --updates_per_step splits the prompts.
-Unlike OpenR, the critic is no small head on a frozen model, and no update is skipped for its divergence.
+A step is a turn; a single turn is split into its lines. OpenR sets gamma and lambda to 0.95 and entropy_coef
+to 0.01. The value loss is 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old before
+--normalize. Unlike Oat, --updates_per_step splits the prompts, so that each sample is used once. Unlike
+OpenR, the critic is not a small head on a frozen model, and no update is skipped for its divergence.
 """
-from dataclasses import dataclass, replace
-from itertools import accumulate, compress
+
+from copy import copy
+from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 
-from recipes.critic import Critic, gae
-from tools.inputs import UserError, find_model, flag
-from tools.packing import by_sample, column
-from tools.scoring import without_failures
-from train import Config, Sample, Trainer, firsts, main, make_batch, normalized, penalties, token_weights
+from recipes.algorithms import COMMON, AlgorithmConfig
+from recipes.critic import Critic, critic_metrics, gae, load_critic
+from recipes.formulas import above_baseline, firsts, normalize_batch, number_units, token_penalties, trained
+from recipes.trainer import AlgorithmTrainer, add_column, store
+from train import Sample, UserError, flag, main
 
-CRITICS = {  # what --algo would choose
-    "ppo": dict(baseline="none", normalize="tokens", ratio="token", aggregation="sequence", kl_estimator="k1"),
-    "tppo": dict(baseline="none", normalize="tokens", ratio="token", aggregation="token", kl_estimator="k1"),
-    "appo": dict(baseline="none", normalize="turns", ratio="step", aggregation="step", kl_estimator="k1"),
+ACTIONS = {
+    "baseline": "none",
+    "normalize": "turns",
+    "ratio": "step",
+    "aggregation": "step",
+    "kl_estimator": "k1",
+}
+CRITICS = {  # the rows of --critic
+    "ppo": {"baseline": "none", "normalize": "tokens", "aggregation": "sequence", "kl_estimator": "k1"},
+    "tppo": {"baseline": "none", "normalize": "tokens", "aggregation": "token", "kl_estimator": "k1"},
+    "appo": ACTIONS,
 }
 
 
 @dataclass
-class PPOConfig(Config):
-    """What train.py has, and the critic."""
-    critic: Literal[tuple(CRITICS)] = flag("ppo", "what has a value: each token, or each step (appo)")
+class PPOConfig(AlgorithmConfig):
+    """The flags of recipes/algorithms.py, and the critic's."""
+
+    critic: Literal[tuple(CRITICS)] = flag("ppo", "row of the table of critics")
     critic_lr: float = flag(1e-6, "peak learning rate of the critic")
     gae_lambda: float = flag(1.0, "1: the advantage is the return less the value; 0: one step ahead")
-    value_clip: float = flag(0.2, "how far an update may move a value, at no cost")
+    value_clip: float = flag(0.2, "largest change of a value in an update that reduces its loss")
+
+    def row(self) -> dict:
+        return COMMON | CRITICS[self.critic]
 
     def __post_init__(self):
         if self.algo != "grpo":
-            raise UserError(f"--algo {self.algo} is for train.py; here --critic chooses")
-        for name, value in CRITICS[self.critic].items():
-            if getattr(self, name) is None and (self.kl_coef or name != "kl_estimator"):
-                setattr(self, name, value)
+            raise UserError(f"--algo {self.algo} is for recipes.algorithms; here, set --critic")
         super().__post_init__()
         if self.baseline != "none":
-            raise UserError(f"--baseline {self.baseline} cannot be: the critic is the baseline")
+            raise UserError(f"--baseline must be none, not {self.baseline}: the critic is the baseline")
         if not 0 <= self.gae_lambda <= 1:
             raise UserError(f"--gae_lambda must be from 0 to 1, not {self.gae_lambda}")
         for name in ("critic_lr", "value_clip"):
@@ -58,73 +69,83 @@ class PPOConfig(Config):
                 raise UserError(f"--{name} must be above 0, not {getattr(self, name)}")
 
 
-def token_advantages(sample: Sample, values: list[float], penalties: list[float], config: PPOConfig) -> list[float]:
-    """Advantages [N] of a sample's trained tokens from their values [N] and penalties [N]."""
-    steps, left = list(compress(sample.steps, sample.mask)), iter(sample.rewards)
-    ends = [step != following for step, following in zip(steps, [*steps[1:], None])]
-    rewards = [(next(left) if end else 0.0) - penalty for end, penalty in zip(ends, penalties)]
-    if config.critic == "ppo":
-        return gae(rewards, values, [config.gamma] * len(steps), config.gae_lambda)
-    if config.critic == "tppo":
-        return gae(rewards, values, [config.gamma if end else 1.0 for end in ends], config.gae_lambda)
-    order = list(dict.fromkeys(steps))
-    of_step = [sum(reward for reward, step in zip(rewards, steps) if step == one) for one in order]
-    values = [values[steps.index(one)] for one in order]
-    advantages = gae(of_step, values, [config.gamma] * len(order), config.gae_lambda)
-    return [advantages[order.index(step)] for step in steps]
+def token_advantages(sample: Sample, config: PPOConfig) -> np.ndarray:
+    """Advantages [n] of a sample's trained tokens, from their column `value` and the rewards of its steps."""
+    _, steps = number_units([sample])
+    steps = steps.numpy()
+    values = trained([sample])["value"].astype(float)
+    is_last = np.diff(steps, append=steps[-1] + 1) > 0  # of its step
+    rewards = -token_penalties(sample, config)
+    rewards[is_last] += sample.rewards
+    if config.critic == "appo":
+        by_step = np.bincount(steps, rewards)
+        before = values[np.unique(steps, return_index=True)[1]]
+        advantages = gae(by_step, before, [config.gamma] * len(before), config.gae_lambda)
+        return np.array(advantages)[steps]
+    within = config.gamma if config.critic == "ppo" else 1.0
+    discounts = np.where(is_last, config.gamma, within)
+    return np.array(gae(rewards, values, discounts, config.gae_lambda))
 
 
-class PPO(Trainer):
-    """A Trainer with a critic."""
+class PPO(AlgorithmTrainer):
+    """A Trainer with a critic, or without one where a recipe sets --critic none."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        config = self.config
-        path, _ = find_model(config.model, self.mesh["tp"].size())
-        self.critic = Critic(path, self.mesh, replace(config, lr=config.critic_lr), self.engine.vocab_size)
-        self.learners["critic"] = self.critic
-        self.line_ends = {i for i in range(len(self.tokenizer)) if "\n" in self.tokenizer.decode([i])}
+    def __init__(self, config, *arguments):
+        add_column("value")
+        add_column("return")
+        super().__init__(config, *arguments)
+        self.line_ends = [i for i in range(len(self.tokenizer)) if "\n" in self.tokenizer.decode([i])]
+        self.critic = None
+        self.learners = {"actor": self.actor}  # what a checkpoint holds
+        if config.critic != "none":
+            options = copy(config)
+            options.lr = config.critic_lr
+            self.critic = Critic(load_critic(self.path, self.mesh, config), self.mesh, options)
+            self.learners["critic"] = self.critic
 
     def compare(self, samples: list[Sample]):
-        """Sets the advantages of samples, and what the critic said and should have said; without groups that failed."""
+        """Sets advantages, values and returns."""
         config = self.config
-        if config.critic != "ppo":
-            for sample in samples:
-                self.split(sample)
-        for sample, values in zip(samples, self.token_values(samples, self.critic.model.values)):
-            sample.values, sample.returns = values, []
-        samples = without_failures(samples) or samples
-        tokens, advantages = make_batch(samples, "cpu"), []
-        for sample, paid in zip(samples, penalties(tokens, config).split(tokens.sequences.bincount().tolist())):
-            values = list(compress(sample.values, sample.mask))
-            advantages += token_advantages(sample, values, paid.tolist(), config)
-        values = column(tokens, "values").double()
-        advantages = torch.tensor(advantages, dtype=torch.float64)
-        before = values[firsts(tokens.steps)][tokens.steps] if config.critic == "appo" else values
-        whitened = normalized(advantages, tokens.sequences, tokens.steps, config.group_size, config.normalize)
-        for sample, *lists in zip(samples, by_sample(tokens, whitened), by_sample(tokens, advantages + before)):
-            sample.advantages, sample.returns = lists
+        if not self.critic:
+            super().compare(samples)
+            return
+        for sample in samples:
+            if config.critic != "ppo" and len(sample.rewards) == 1:
+                self.split_lines(sample)
+        self.store_values(samples, "value", self.critic.model.values)
+        owners, steps = number_units(samples)
+        found = [np.zeros(0), *[token_advantages(sample, config) for sample in samples]]
+        advantages = torch.from_numpy(np.concatenate(found))
+        values = torch.from_numpy(trained(samples)["value"].astype(float))
+        if config.critic == "appo":  # a step's value is that of its first token
+            values = values[firsts(steps)][steps]
+        store(samples, "return", advantages + values)
+        advantages = above_baseline(advantages, owners, config)
+        store(samples, "advantage", normalize_batch(advantages, steps, config.normalize, self.mesh["dp"]))
 
-    def split(self, sample: Sample):
-        """Makes each line a step, unless reward_fn has made steps of its own; the reward is then the last one's."""
-        if len(sample.rewards) == 1:
-            ended = [i in self.line_ends and bool(trained) for i, trained in zip(sample.ids, sample.mask)]
-            sample.steps = [*accumulate([0, *ended[:-1]])]
-            count = len(set(compress(sample.steps, sample.mask)))
-            sample.rewards = [0.0] * (count - 1) + sample.rewards
+    def split_lines(self, sample: Sample):
+        """Makes each line of a single turn a step; the reward stays with the last one."""
+        own = sample.tokens["mask"] == 1
+        ends = np.isin(sample.tokens["id"][own], self.line_ends)
+        sample.tokens["turn"][own] = ends.cumsum() - ends
+        steps = int(sample.tokens["turn"].max()) + 1
+        sample.rewards = [0.0] * (steps - 1) + sample.rewards
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
-        """The actor learns, then the critic, from the same samples in as many updates."""
-        metrics, config, updates = super().learn(samples), self.config, []
-        with self.timed("critic"):
-            for i in range(config.updates_per_step):
-                part = without_failures(samples)[i::config.updates_per_step]
-                updates.append(self.share(part, samples[0]))
-                for batch in updates[-1]:
-                    batch.weights *= token_weights(batch, config.aggregation, part or samples, config.max_new_tokens)
-            learned = self.critic.update(updates)
-        return metrics | {name: learned[name] for name in ("value_loss", "value", "explained_variance")}
+        """Updates the actor, then the critic, from the same samples in as many updates."""
+        metrics = super().learn(samples)
+        count = self.config.updates_per_step
+        counted = [sample for sample in samples if sample.tokens["weight"].any()]
+        history = []
+        for i in range(count if self.critic else 0):
+            share = [sample for sample in counted if sample.key[0] % count == i]
+            history.append(self.critic.backward(self.pack(share), self.critic.loss))
+            self.critic.step()
+        if history:
+            means = {name: np.mean([found[name] for found in history]) for name in history[0]}
+            metrics |= critic_metrics(means)
+        return metrics
 
 
 if __name__ == "__main__":
-    main(PPOConfig, trainer_class=PPO)
+    main(PPOConfig, trainer=PPO)

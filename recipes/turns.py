@@ -1,7 +1,15 @@
-"""What stands between two turns of the policy, in the chat markup of Qwen (ChatML)."""
-from tools.markup import GUARD
+"""What stands between two turns of the policy, in the chat markup of Qwen (ChatML).
+
+An env_step returns user_turn("higher"), for example; recipes/guess_number.py shows the whole of it:
+
+    torchrun --standalone --nproc_per_node=2 -m recipes.guess_number --max_turns 8
+"""
 
 
 def user_turn(text: str) -> str:
-    """A user's message, and the header of the policy's next turn. Markup inside the text stays text, to the letter."""
-    return f"\n<|im_start|>user\n{text.replace('<|', f'<{GUARD}|')}<|im_end|>\n<|im_start|>assistant\n"
+    """A user's message, and the header of the policy's next turn.
+
+    No text can forge a control token: as train.encode_prompt does, it puts a zero-width space into "<|".
+    """
+    guarded = text.replace("<|", "<\u200b|")
+    return f"\n<|im_start|>user\n{guarded}<|im_end|>\n<|im_start|>assistant\n"

@@ -2,72 +2,111 @@
 
     python -m tools.curve RUN [RUN ...] [--output curve.png]
 
-A RUN is the folder that train.py wrote. Panels: reward and evaluation, what the reward function measured besides,
-entropy, length, and the difference between the engine's and the actor's log-probs.
+A RUN is the --output_dir of train.py. Panels: reward and evaluation, the metrics of the reward function,
+entropy, response length, the log-prob difference between engine and actor, and others that the run has.
 """
+
 import argparse
 import itertools
 import json
+import sys
 from pathlib import Path
 
-PANELS = {  # title: what it shows; the first also has eval_pass@k
-    "reward": ["reward", "eval_score"], "habits": [], "entropy": ["entropy"], "response length": ["response_length"],
-    "engine against actor": ["logprob_diff", "logprob_diff_max", "gate_diff"],
-    "staleness": ["staleness", "staleness_max"], "divergence": ["kl"], "critic": ["value", "explained_variance"]}
-NOT_SHOWN = {"step", "loss", "grad_norm", "clip_fraction", "logprob_diff_exp", "truncated", "tokens", "skipped", "idle",
-             "peak_gb", "rollout_tokens_per_s", "train_tokens_per_s", "mfu", "eval_failures", "value_loss"}
+# Panels: title, label of the y axis, metrics. "Reward" also shows eval_pass@k.
+PANELS = [
+    ("Reward", "reward", ["reward", "eval_score"]),
+    ("Metrics of the reward function", "mean over samples", []),  # all that no other panel knows
+    ("Entropy", "nats per token", ["entropy"]),
+    ("Response length", "tokens", ["response_length"]),
+    ("Engine vs. actor", "|log-prob difference|", ["logprob_diff", "logprob_diff_max", "gate_diff"]),
+    ("Staleness", "weight versions", ["staleness", "staleness_max"]),
+    ("KL to the reference model", "nats per token", ["kl"]),
+    ("Critic", "value; explained variance", ["value", "explained_variance"]),
+]
+NOT_SHOWN = {
+    "clip_fraction",
+    "eval_failures",
+    "failures",
+    "grad_norm",
+    "idle",
+    "logprob_diff_exp",
+    "loss",
+    "lr",
+    "mfu",
+    "peak_gb",
+    "rollout_tokens_per_s",
+    "skipped",
+    "step",
+    "tokens",
+    "train_tokens_per_s",
+    "truncated",
+    "value_loss",
+}
+STYLES = ["-", "--", ":", "-."]
 
 
 def read(run: Path) -> list[dict]:
-    """The metrics of a run, an object a step."""
+    """The metrics of a run, one object per step."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def draw(runs: list[Path], output: Path):
-    """Lays the curves of runs over one another.
+    """Draws the curves of the runs over one another; nothing before the first step.
 
-    Without matplotlib, or before a first step, it does nothing: a curve is worth no crash.
+    Raises ImportError without matplotlib, and OSError for a folder without metrics.jsonl.
     """
-    try:
-        from matplotlib.figure import Figure     # no pyplot: no window, no global state
-    except ImportError:
-        return
+    from matplotlib.figure import Figure  # not pyplot: no window, no global state
+
     histories = {str(run): read(run) for run in runs}
-    panels = grouped({name for history in histories.values() for record in history for name in record})
+    names = {name for history in histories.values() for record in history for name in record}
+    panels = panels_of(names)
     if not panels:
         return
-    figure = Figure(figsize=(4 * len(panels), 3.4), layout="constrained")
-    for axes, (title, panel) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
-        for (run, history), style in zip(histories.items(), itertools.cycle(["-", "--", ":", "-."])):
-            for color, name in enumerate(panel):
+    figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, label, metrics) in zip(all_axes, panels):
+        for (run, history), style in zip(histories.items(), itertools.cycle(STYLES)):
+            for i, name in enumerate(metrics):
                 points = [(record["step"], record[name]) for record in history if name in record]
-                label = f"{run}: {name}" if len(histories) > 1 else name
-                steps, values = zip(*points) if points else ((), ())
-                axes.plot(steps, values, style, color=f"C{color}", label=label, marker="." if len(points) < 3 else "")
-        axes.set(xlabel="step", title=title)
-        axes.set_yscale("log" if panel[0] == "logprob_diff" else "linear")
+                marker = "." if len(points) < 3 else ""
+                legend = f"{run}: {name}" if len(histories) > 1 else name
+                steps = [step for step, _ in points]
+                values = [value for _, value in points]
+                axes.plot(steps, values, style, color=f"C{i}", label=legend, marker=marker)
+        axes.set(title=title, xlabel="training step", ylabel=label)
+        axes.set_yscale("log" if "logprob_diff" in metrics else "linear")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize="x-small")
         axes.grid(alpha=0.3)
     figure.savefig(output, dpi=110)
 
 
-def grouped(names: set[str]) -> dict[str, list[str]]:
-    """Which of these metrics go into which panel; those that nobody here knows are the reward function's."""
-    known = NOT_SHOWN | {name for panel in PANELS.values() for name in panel}
-    best_of = sorted(name for name in names if name.startswith("eval_pass@"))
+def panels_of(names: set[str]) -> list[tuple[str, str, list[str]]]:
+    """The panels that these metrics fill: title, label of the y axis and metrics of each."""
+    known = NOT_SHOWN.union(*(metrics for _, _, metrics in PANELS))
+    pass_at_k = sorted(name for name in names if name.startswith("eval_pass@"))
     others = sorted(name for name in names - known if not name.startswith(("time_", "eval_pass@")))
-    panels = PANELS | {"reward": PANELS["reward"] + best_of, "habits": others}
-    panels = {title: [name for name in panel if name in names] for title, panel in panels.items()}
-    return {title: panel for title, panel in panels.items() if panel}
+    extra = {"Reward": pass_at_k, "Metrics of the reward function": others}
+    panels = []
+    for title, label, metrics in PANELS:
+        shown = [name for name in metrics + extra.get(title, []) if name in names]
+        if shown:
+            panels.append((title, label, shown))
+    return panels
 
 
 def main():
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--output", type=Path, default=Path("curve.png"))
-    options = parser.parse_args()
-    draw(options.runs, options.output)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
+    parser.add_argument("--output", type=Path, default=Path("curve.png"), help="picture to write")
+    flags = parser.parse_args()
+    try:
+        draw(flags.runs, flags.output)
+    except (ImportError, OSError) as error:
+        print(f"tools.curve: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Make the tiny model and the problems on which a Python tool helps: products of two numbers of two digits.
 
     python -m tools.make_calculator [--output runs/calculator] [--steps 800]
-    python -m recipes.math_python --model runs/calculator --data runs/calculator/train.jsonl --steps 20 --lr 5e-4 \\
-        --prompts_per_step 8 --updates_per_step 2 --max_turns 2 --max_new_tokens 16
+    python -m recipes.math_python --model runs/calculator --data runs/calculator/train.jsonl --steps 20 \\
+        --lr 5e-4 --prompts_per_step 8 --updates_per_step 2 --max_turns 2 --max_new_tokens 16
 
-Supervised learning on problems that are in neither train.jsonl nor test.jsonl, in either order of their factors. One
-prompt in four says nothing of a tool, and is answered in the head: by the product, said straight away. The others are
-answered by a program at first, and at the end only one in five is. A program takes the two numbers with +, - or *, at
-random, and what it printed becomes the answer. So the model has learnt how a tool is used, uses it seldom, and then
-mostly wrongly; and it has learnt to answer in the head as well as it can.
+Supervised learning on problems that are in neither train.jsonl nor test.jsonl, in either order of their
+factors. One prompt in four says nothing of a tool, and is answered in the head: by the product, said
+straight away. The others are answered by a program at first, and at the end only one in five is. A program
+takes the two numbers with +, - or *, at random, and what it printed becomes the answer. So the model has
+learnt how a tool is used, uses it seldom, and then mostly wrongly; and it has learnt to answer in the head
+as well as it can.
 """
+
 import json
 import random
 from itertools import combinations_with_replacement
@@ -24,17 +26,26 @@ from tools.make_guesser import batch_of, encode, read_options, teach
 from tools.make_tiny import END, make_model, make_tokenizer
 from train import MATH
 
-TRAIN, TEST, TOOL = 1024, 128, 0.2      # problems; problems; the share of answers that use the tool, at the end
+TRAIN, TEST, TOOL = 1024, 128, 0.2  # problems; problems; the share of answers that use the tool, at the end
 QUESTION, RESULT = "What is {} * {}?", "Code execution result: "
-PHRASES = ["user\n", "assistant\n", "What is ", MATH.format(""), HINT, "<python>print(", ")</python>", RESULT,
-           "\\boxed{"]
+PHRASES = [
+    "user\n",
+    "assistant\n",
+    "What is ",
+    MATH.format(""),
+    HINT,
+    "<python>print(",
+    ")</python>",
+    RESULT,
+    "\\boxed{",
+]
 
 
 def split_factors(rng: random.Random) -> list[list[tuple[int, int]]]:
-    """All pairs of factors, for training, testing and warming up; no pair is in two of them, in either order."""
+    """All pairs of factors, for training, testing and warming up; no pair is in two of the three."""
     pairs = [tuple(rng.sample(pair, 2)) for pair in combinations_with_replacement(range(10, 100), 2)]
     rng.shuffle(pairs)
-    return [pairs[:TRAIN], pairs[TRAIN:TRAIN + TEST], pairs[TRAIN + TEST:]]
+    return [pairs[:TRAIN], pairs[TRAIN : TRAIN + TEST], pairs[TRAIN + TEST :]]
 
 
 def write_rows(path: Path, pairs: list[tuple[int, int]]):
@@ -44,15 +55,18 @@ def write_rows(path: Path, pairs: list[tuple[int, int]]):
 
 
 def episode(pair: tuple[int, int], share: float, rng: random.Random) -> tuple[str, list[tuple[str, bool]]]:
-    """A prompt, and the pieces that follow, and which of them are the policy's; that share of tools is used."""
+    """A prompt, and the pieces that follow, each with whether the policy writes it; `share` use the tool."""
     a, b = rng.sample(pair, 2)
     hint = rng.choice(("", HINT, HINT, HINT))
     prompt = MATH.format(QUESTION.format(a, b)) + hint
     if not hint or rng.random() > share:
         return prompt, [(rf"\boxed{{{a * b}}}{END}", True)]
     sign, value = rng.choice((("+", a + b), ("-", a - b), ("*", a * b)))
-    return prompt, [(f"<python>print({a}{sign}{b})</python>{END}", True), (user_turn(f"{RESULT}{value}"), False),
-                    (rf"\boxed{{{value}}}{END}", True)]
+    return prompt, [
+        (f"<python>print({a}{sign}{b})</python>{END}", True),
+        (user_turn(f"{RESULT}{value}"), False),
+        (rf"\boxed{{{value}}}{END}", True),
+    ]
 
 
 def main():
@@ -67,7 +81,10 @@ def main():
 
     def loss(step: int) -> torch.Tensor:
         """Of a batch of fresh episodes."""
-        share, episodes = max(TOOL, min(1.0, 4 * (1 - step / options.steps))), []    # 1 for three quarters of the steps
+        share, episodes = (
+            max(TOOL, min(1.0, 4 * (1 - step / options.steps))),
+            [],
+        )  # 1 for three quarters of the steps
         for prompt, pieces in (episode(rng.choice(others), share, rng) for _ in range(options.batch)):
             chat = [{"role": "user", "content": prompt}]
             ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)

@@ -1,11 +1,14 @@
-"""Make the tiny model that recipes/guess_number.py starts from: it knows the game, and plays it almost at random.
+"""Make the tiny model that recipes/guess_number.py starts from: it knows the game, and plays it almost at
+random.
 
     python -m tools.make_guesser [--output runs/guesser] [--steps 1500]
 
-Supervised learning on random games. A guess heeds the answers, and is any number that they leave, or it is any number
-from 1 to 32: at first all guesses heed them, at the end one in five. What is learned is not the number that was guessed
-but how likely each one was. So the model has learnt what the answers mean, and heeds them seldom.
+Supervised learning on random games. A guess heeds the answers, and is any number that they leave, or it is
+any number from 1 to 32: at first all guesses heed them, at the end one in five. What is learned is not the
+number that was guessed but how likely each one was. So the model has learnt what the answers mean, and
+heeds them seldom.
 """
+
 import argparse
 import random
 import time
@@ -16,14 +19,20 @@ from recipes.guess_number import HIGHEST, Secrets
 from recipes.turns import user_turn
 from tools.make_tiny import END, make_model, make_tokenizer
 
-TURNS, HEED = 8, 0.2        # of a game, at most; the share of guesses that heed the answers, at the end
-PHRASES = ["user\n", "assistant\n", *(message["content"] for message in Secrets("")[0].messages), "higher", "lower"]
+TURNS, HEED = 8, 0.2  # of a game, at most; the share of guesses that heed the answers, at the end
+PHRASES = [
+    "user\n",
+    "assistant\n",
+    *(message["content"] for message in Secrets("")[0].messages),
+    "higher",
+    "lower",
+]
 
 
 def game(rng: random.Random, share: float) -> tuple[list[tuple[str, bool]], list[tuple[int, int]]]:
     """A game whose guesses heed the answers with probability `share`.
 
-    Returns the pieces after the prompt, and which of them are the policy's; and the least and the greatest number that
+    Returns the pieces after the prompt, each with whether the policy writes it, and the range of numbers that
     the answers left before each guess.
     """
     secret, low, high, pieces, left = rng.randint(1, HIGHEST), 1, HIGHEST, [], []
@@ -69,7 +78,9 @@ def batch_of(games: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.
 
 def read_options(description: str, **defaults) -> argparse.Namespace:
     """The flags of a script that makes a small model; it also seeds torch."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (dict(batch=64, seed=0) | defaults).items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     options = parser.parse_args()
@@ -80,7 +91,9 @@ def read_options(description: str, **defaults) -> argparse.Namespace:
 def teach(model, loss, options):
     """Supervised learning: AdamW over options.steps, each on `loss(step)`, a scalar."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, total_steps=options.steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, options.lr, total_steps=options.steps, pct_start=0.1
+    )
     began = time.time()
     for step in range(options.steps):
         value = loss(step)
@@ -98,14 +111,18 @@ def main():
     options = read_options(__doc__, output="runs/guesser", steps=1500, lr=3e-3, batch=32)
     rng, tokenizer = random.Random(options.seed), make_tokenizer(PHRASES)
     model = make_model(tokenizer, hidden=64, layers=3)
-    prompt = tokenizer.apply_chat_template(Secrets("")[0].messages, add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(
+        Secrets("")[0].messages, add_generation_prompt=True, return_dict=False
+    )
     numbers = torch.tensor([tokenizer.encode(str(number))[0] for number in range(1, HIGHEST + 1)])
 
     def loss(step: int) -> torch.Tensor:
         """Of a batch of fresh games: of what is guessed, and of ending the turn behind it."""
-        share = max(HEED, min(1.0, 4 * (1 - step / options.steps)))      # 1 for three quarters of the steps
+        share = max(HEED, min(1.0, 4 * (1 - step / options.steps)))  # 1 for three quarters of the steps
         games, left = zip(*(game(rng, share) for _ in range(options.batch)))
-        ids, labels = batch_of([encode(tokenizer, prompt, pieces) for pieces in games], tokenizer.pad_token_id)
+        ids, labels = batch_of(
+            [encode(tokenizer, prompt, pieces) for pieces in games], tokenizer.pad_token_id
+        )
         logprobs, labels = model(ids[:, :-1], use_cache=False).logits.log_softmax(-1), labels[:, 1:]
         guesses = torch.isin(labels, numbers)
         of_guess = -(guess_odds(sum(left, []), share) * logprobs[guesses][:, numbers]).sum(1)

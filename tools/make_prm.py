@@ -2,11 +2,14 @@
 
     python -m tools.make_prm [--output runs/prm] [--steps 300]
 
-It is the embedded model, taught to say + or - behind the tag after each line of a trace. Right is a line whose sums and
-verdict are right, and that goes on after a "no" and ends the thinking after a "yes"; the last line, the answer, is
-right if the line before it said "yes". So it judges how a line follows from the one before, and needs no solution.
+It is the embedded model, taught to say + or - behind the tag after each line of a trace. Right is a line
+whose sums and verdict are right, and that goes on after a "no" and ends the thinking after a "yes"; the
+last line, the answer, is right if the line before it said "yes". So it judges how a line follows from the
+one before, and needs no solution.
 """
+
 import random
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from recipes.prm import CONVENTIONS
 from tools.make_guesser import read_options, teach
 from tools.make_tiny import VERDICTS, attempts, split_problems
-from train import ASSETS, COUNTDOWN
+from train import COUNTDOWN
 
+TINY = Path(__file__).parent.parent / "assets/tiny"
 TAG, GOOD, BAD = CONVENTIONS["math_shepherd"]
 
 
@@ -32,7 +36,9 @@ def lines_of(row: dict, rng: random.Random) -> list[tuple[str, bool]]:
         stops = rng.random() < 0.5 or number == 3
         right = found == value and said == (value == row["target"]) and stops == said
         text = f"{first}{second} = {between}{second} = {found}{VERDICTS[said]}"
-        lines.append(((("<think>" if number == 0 else "") + text + ("</think>\n<answer>" if stops else "\n")), right))
+        lines.append(
+            ((("<think>" if number == 0 else "") + text + ("</think>\n<answer>" if stops else "\n")), right)
+        )
         if stops:
             break
     return [*lines, (f"{first}{second}</answer><|im_end|>", said)]
@@ -42,8 +48,8 @@ def main():
     """Teaches, measures on held-out problems, saves."""
     options = read_options(__doc__, output="runs/prm", steps=300, lr=1e-3)
     rng = random.Random(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny")
-    model = AutoModelForCausalLM.from_pretrained(ASSETS / "tiny", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     rows, held_out = split_problems(options.seed)
     tag = tokenizer.encode(TAG, add_special_tokens=False)
     verdict_ids = [tokenizer.encode(verdict, add_special_tokens=False)[-1] for verdict in (GOOD, BAD)]
@@ -66,7 +72,7 @@ def main():
     teach(model, lambda step: F.cross_entropy(*scored(rng.choices(rows, k=options.batch))), options)
     with torch.no_grad():
         logits, labels = scored(held_out[:512])
-    print(f"right about {(logits.argmax(1) == labels).float().mean():.3f} of {len(labels)} lines on held-out problems")
+    print(f"right about {(logits.argmax(1) == labels).float().mean():.3f} of {len(labels)} held-out lines")
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
 

@@ -1,22 +1,25 @@
-"""Make the tiny Qwen3 that ships in `assets/`: its tokenizer, its countdown problems and its warmed-up weights.
+"""Make the tiny Qwen3 that ships in `assets/`: its tokenizer, its countdown problems and its warmed-up
+weights.
 
-    python -m tools.make_tiny                       # everything, from nothing: about half an hour on one CPU core
+    python -m tools.make_tiny  # everything, from nothing: about half an hour on one CPU core
 
-The problem is countdown with three different numbers: reach the target with + and -, each number used once. There are
-four ways to do so without going below zero, and the model has learnt, from random traces, to try them in random order:
+The problem is countdown with three different numbers: reach the target with + and -, each number used
+once. There are four ways to do so without going below zero, and the model has learnt, from random traces,
+to try them in random order:
 
     <think>12+4+1 = 16+1 = 17 no
     12-4+1 = 8+1 = 9 yes</think>
     <answer>12-4+1</answer>
 
-Arithmetic and verdicts are right, but the traces say nothing about when to stop: after every attempt they stop with the
-same probability, whatever the verdict, and answer with the attempt they stopped at. So the model that ships finds the
-target as often as chance does, one time in four. What is left for reinforcement learning to discover is to read the
-verdict: go on after a "no", stop after a "yes".
+Arithmetic and verdicts are right, but the traces say nothing about when to stop: after every attempt they
+stop with the same probability, whatever the verdict, and answer with the attempt they stopped at. So the
+model that ships finds the target as often as chance does, one time in four. What is left for reinforcement
+learning to discover is to read the verdict: go on after a "no", stop after a "yes".
 
-One problem in four belongs to number sets that are held out: they occur neither in these traces nor in `train.jsonl`,
-and `test.jsonl` holds 512 of them.
+One problem in four belongs to number sets that are held out: they occur neither in these traces nor in
+`train.jsonl`, and `test.jsonl` holds 512 of them.
 """
+
 import argparse
 import itertools
 import json
@@ -24,6 +27,7 @@ import math
 import random
 import re
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -32,27 +36,44 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import rewards
-from tools.runlog import averages
 from train import COUNTDOWN
 
-CHAT_TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-                 "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 VERDICTS = [" no", " yes"]
 # Pieces of text that never change: the tokenizer keeps each of them whole, so that each becomes one token.
-PHRASES = [*re.split(r"{target}|{nums}", COUNTDOWN.replace("{nums}", "[{nums}]")), "system\n", "user\n", "assistant\n",
-           "<think>", "</think>\n<answer>", "</answer>", " = ", ", ", *VERDICTS]
+PHRASES = [
+    *re.split(r"{target}|{nums}", COUNTDOWN.replace("{nums}", "[{nums}]")),
+    "system\n",
+    "user\n",
+    "assistant\n",
+    "<think>",
+    "</think>\n<answer>",
+    "</answer>",
+    " = ",
+    ", ",
+    *VERDICTS,
+]
 
 
-# ----------------------------------------------------------------------------------------------------- the problems
+# ------------------------------------------------------------------------ the problems --------------------
 def attempts(nums):
-    """The four ways to combine three different numbers: (first step, second step, value of the first, value) each."""
+    """The four ways to combine three numbers: (first step, second step, value of the first, value) each."""
     a, b, c = sorted(nums, reverse=True)
-    ways = [(a, "+", b, "+", c), (a, "+", b, "-", c), (a, "-", b, "+", c),
-            (a, "-", b, "-", c) if a >= b + c else (b, "+", c, "-", a)]
+    ways = [
+        (a, "+", b, "+", c),
+        (a, "+", b, "-", c),
+        (a, "-", b, "+", c),
+        (a, "-", b, "-", c) if a >= b + c else (b, "+", c, "-", a),
+    ]
     sign = {"+": 1, "-": -1}
-    return [(f"{x}{op1}{y}", f"{op2}{z}", x + sign[op1] * y, x + sign[op1] * y + sign[op2] * z)
-            for x, op1, y, op2, z in ways]
+    return [
+        (f"{x}{op1}{y}", f"{op2}{z}", x + sign[op1] * y, x + sign[op1] * y + sign[op2] * z)
+        for x, op1, y, op2, z in ways
+    ]
 
 
 def split_problems(seed, held_out=0.25):
@@ -63,15 +84,19 @@ def split_problems(seed, held_out=0.25):
     cut = int(len(sets) * held_out)
     splits = []
     for part in (sets[cut:], sets[:cut]):
-        rows = [{"nums": rng.sample(nums, 3), "target": value}
-                for nums in part for *_, value in attempts(nums) if value > 0]
+        rows = [
+            {"nums": rng.sample(nums, 3), "target": value}
+            for nums in part
+            for *_, value in attempts(nums)
+            if value > 0
+        ]
         rng.shuffle(rows)
         splits.append(rows)
     return splits
 
 
 def trace(row, rng, stop):
-    """A random trace for one problem: distinct attempts in random order, ended blindly with probability `stop` each."""
+    """A random trace: distinct attempts in random order, ended blindly with probability `stop` each."""
     lines = []
     for first, second, between, value in rng.sample(attempts(row["nums"]), 4):
         lines.append(f"{first}{second} = {between}{second} = {value}{VERDICTS[value == row['target']]}")
@@ -80,21 +105,33 @@ def trace(row, rng, stop):
     return "<think>" + "\n".join(lines) + f"</think>\n<answer>{first}{second}</answer>{END}"
 
 
-# ---------------------------------------------------------------------------------------------------- the tokenizer
+# ----------------------------------------------------------------------- the tokenizer --------------------
 def make_tokenizer(phrases=PHRASES):
-    """Byte-level BPE: any text round-trips; the fixed phrases and all numbers of one or two digits are one token."""
+    """Byte-level BPE: any text round-trips; the phrases and numbers of one or two digits are one token."""
     whole = "|".join(re.escape(p) for p in sorted(phrases, key=len, reverse=True))
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(whole + r"|[0-9]{1,2}|\p{L}+|."), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(whole + r"|[0-9]{1,2}|\p{L}+|."), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=4096, min_frequency=1, show_progress=False,   # 4096 is never reached:
-                                  special_tokens=[PAD, START, END],      # it merges until every phrase is one token
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096,
+        min_frequency=1,
+        show_progress=False,  # 4096 is never reached:
+        special_tokens=[PAD, START, END],  # it merges until every phrase is one token
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     bpe.train_from_iterator([*phrases, *map(str, range(100))], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=PAD, model_max_length=1024,
-                                        clean_up_tokenization_spaces=False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=END,
+        pad_token=PAD,
+        model_max_length=1024,
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -105,41 +142,56 @@ def render(tokenizer, row):
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
 
 
-# ------------------------------------------------------------------------------------------------------ the warm-up
+# ------------------------------------------------------------------------- the warm-up --------------------
 def make_model(tokenizer, hidden, layers):
     """A Qwen3 of random weights, four heads on two key-value heads, embeddings tied."""
     config = Qwen3Config(
-        vocab_size=math.ceil(len(tokenizer) / 8) * 8, hidden_size=hidden, intermediate_size=3 * hidden,
-        num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=hidden // 4,
-        max_position_embeddings=1024, tie_word_embeddings=True, dtype="float32", bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+        vocab_size=math.ceil(len(tokenizer) / 8) * 8,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     return Qwen3ForCausalLM(config)
 
 
 def weighted_loss(model, ids, start, weights):
-    """Sum of weighted token losses over the completions of equally long rows, and the sum of their weights."""
-    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[:, start - 1:]
+    """The sum of weighted token losses over completions of equally long rows, and of their weights."""
+    hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[:, start - 1 :]
     labels = ids[:, start:]
     losses = F.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten(), reduction="none")
-    scale = weights["of"][labels] * weights["after"][ids[:, start - 1:-1]]
+    scale = weights["of"][labels] * weights["after"][ids[:, start - 1 : -1]]
     return (losses * scale.flatten()).sum(), scale.sum()
 
 
 def warm_up(model, tokenizer, rows, args):
-    """Supervised learning on fresh random traces; verdicts and results of sums weigh more than the other tokens."""
+    """Supervised learning on fresh random traces; verdicts and results of sums weigh more."""
     rng = random.Random(args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
     ramp = max(1, min(200, args.steps // 10))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(
-        (step + 1) / ramp, 0.02 + 0.98 * (1 + math.cos(math.pi * step / args.steps)) / 2))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda step: min((step + 1) / ramp, 0.02 + 0.98 * (1 + math.cos(math.pi * step / args.steps)) / 2),
+    )
     weights = {"of": torch.ones(model.config.vocab_size), "after": torch.ones(model.config.vocab_size)}
     weights["of"][tokenizer("".join(VERDICTS))["input_ids"]] = args.verdict_weight
     weights["after"][tokenizer(" = ")["input_ids"]] = args.result_weight
     start, began = len(tokenizer(render(tokenizer, rows[0]))["input_ids"]), time.time()
     for step in range(args.steps):
         picks = rng.choices(range(len(rows)), k=args.batch)
-        texts = [render(tokenizer, {**rows[i], "nums": rng.sample(rows[i]["nums"], 3)}) + trace(rows[i], rng, args.stop)
-                 for i in picks]
+        texts = [
+            render(tokenizer, {**rows[i], "nums": rng.sample(rows[i]["nums"], 3)})
+            + trace(rows[i], rng, args.stop)
+            for i in picks
+        ]
         by_length = {}
         for ids in tokenizer(texts)["input_ids"]:
             by_length.setdefault(len(ids), []).append(ids)
@@ -154,22 +206,32 @@ def warm_up(model, tokenizer, rows, args):
             print(f"step {step:5d}  loss {loss.item():.4f}  {time.time() - began:.0f} s", flush=True)
 
 
-# ------------------------------------------------------------------------------------------------ measuring the model
+# ----------------------------------------------------------------- measuring the model --------------------
 @torch.no_grad()
 def measure(model, tokenizer, rows, sample):
-    """One completion for each row: shares of right answers and of true sums and verdicts, and the completions."""
-    inputs = tokenizer([render(tokenizer, row) for row in rows], return_tensors="pt", return_token_type_ids=False)
+    """A completion per row: shares of right answers and of true sums and verdicts, and the texts."""
+    inputs = tokenizer(
+        [render(tokenizer, row) for row in rows], return_tensors="pt", return_token_type_ids=False
+    )
     out = model.generate(**inputs, max_new_tokens=80, do_sample=sample, top_k=0 if sample else None)
-    texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     solved = [{"solved": rewards.countdown(text, **row)} for row, text in zip(rows, texts)]
     habits = [rewards.countdown_habits(text, row["target"]) for row, text in zip(rows, texts)]
-    return averages(solved + habits), texts
+    values = defaultdict(list)
+    for record in solved + habits:
+        for name, value in record.items():
+            values[name].append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}, texts
 
 
 def main():
     """Make the data, the tokenizer and the model, and print what the model can do on held-out problems."""
-    parser = argparse.ArgumentParser(description="Make the tiny Qwen3, its tokenizer and its countdown problems.")
-    parser.add_argument("--output", type=Path, default=Path("assets"), help="folder that gets tiny/ and countdown/")
+    parser = argparse.ArgumentParser(
+        description="Make the tiny Qwen3, its tokenizer and its countdown problems."
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("assets"), help="folder that gets tiny/ and countdown/"
+    )
     parser.add_argument("--steps", type=int, default=1800, help="supervised steps")
     parser.add_argument("--batch", type=int, default=256, help="traces per step")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
@@ -182,20 +244,25 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     train, test = split_problems(args.seed)
-    test = test[512:1024]       # on the first 512 the settings of the run were chosen
+    test = test[512:1024]  # on the first 512 the settings of the run were chosen
     folder = args.output / "countdown"
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", train), ("test", test)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
     model = make_model(tokenizer, args.hidden, args.layers)
-    print(f"{len(train)} + {len(test)} problems, {len(tokenizer)} tokens, {model.num_parameters()} parameters")
+    print(
+        f"{len(train)} + {len(test)} problems, {len(tokenizer)} tokens, {model.num_parameters()} parameters"
+    )
     warm_up(model, tokenizer, train, args)
     model.save_pretrained(args.output / "tiny")
     tokenizer.save_pretrained(args.output / "tiny")
     for sample in (True, False):
         shares, texts = measure(model, tokenizer, test, sample)
-        print("sampled " if sample else "greedy  ", "  ".join(f"{key} {value:.3f}" for key, value in shares.items()))
+        print(
+            "sampled " if sample else "greedy  ",
+            "  ".join(f"{key} {value:.3f}" for key, value in shares.items()),
+        )
     print(texts[0])
 
 

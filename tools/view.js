@@ -5,15 +5,21 @@ const { samples, groups, vocabulary } = data;
 const $ = id => document.getElementById(id);
 const special = new Set(data.special);
 const WORDS = {
-  advantages: "advantage", logprobs: "log-prob of the engine", ref_logprobs: "log-prob of the first policy",
-  logprob_diff: "log-prob, engine against actor", versions: "version of the weights", steps: "turn or step",
-  values: "value, by the critic", returns: "return" };
+  advantages: "advantage", logprobs: "engine log-prob", ref_logprobs: "reference log-prob",
+  logprob_diff: "log-prob difference, actor minus engine", versions: "weight version", turn_ids: "turn",
+  steps: "turn or step", values: "critic value", returns: "return" };
+const TEXT_ONLY = "Text only: per-token details are kept for the first --token_groups groups of each step.";
 const CHUNK = 300;                      // tokens that become elements, or text again, at once
 const state = { view: [], chosen: -1, column: "", whole: true };
 
 samples.forEach((sample, index) => {
-  const length = sample.trained.reduce((sum, [start, end]) => sum + end - start, 0);      // in trained tokens
-  Object.assign(sample, { index, length, decoded: {}, reward: Number(sample.reward), metrics: sample.metrics ?? {} });
+  // These metrics have places of their own in the page.
+  const { reward, failures, response_length = NaN, truncated = false, ...metrics } = sample.metrics ?? {};
+  const spans = sample.trained ?? [];   // a sample without tokens has its turns as texts
+  const length = sample.tokens ? spans.reduce((sum, [start, end]) => sum + end - start, 0)  // in trained tokens
+    : sample.response_length ?? response_length;
+  Object.assign(sample, { index, length, metrics, decoded: {}, reward: Number(sample.reward),
+                          truncated: sample.truncated ?? truncated });
   (groups[sample.group].members ??= []).push(sample);
 });
 
@@ -78,7 +84,16 @@ function plain(text) {
 }
 
 function textOf(owner, tokens) {        // for the list and the search; made once
-  return owner.text ??= plain(spell(tokens).filter((_, i) => !special.has(tokens[i])).join(""));
+  return owner.text ??= plain(owner.turns ? owner.turns.join("")
+    : spell(tokens).filter((_, i) => !special.has(tokens[i])).join(""));
+}
+
+function lengthOf(sample) {
+  return Number.isNaN(sample.length) ? "" : `${sample.length} tokens`;
+}
+
+function ending(sample) {
+  return sample.failure ? "failed" : sample.truncated ? "cut off" : "";
 }
 
 // ---- What is known of tokens
@@ -138,41 +153,63 @@ function turn(title, sample, tokens, start, trained) {
   return make("section", trained ? "turn trained" : "turn given", title && make("h3", "", title), body);
 }
 
+function textTurn(title, text) {        // of a sample without tokens
+  return make("section", "turn trained", title && make("h3", "", title), make("div", "", plain(text)));
+}
+
 function pill(sample) {
   const sign = sample.reward > 0 ? "up" : sample.reward < 0 ? "down" : "";
   return make("span", `pill number ${sign}`, short(sample.reward));
 }
 
 function card(sample) {
-  const { tokens, trained, rewards = [] } = sample, many = trained.length > 1, group = groups[sample.group];
+  const group = groups[sample.group];
   const metrics = Object.entries(sample.metrics).map(([name, value]) =>
     make("span", "", make("span", "quiet", `${name} `), short(value)));
-  const given = (start, end) => turn("environment, not trained", sample, tokens.slice(start, end), start, false);
   const article = make("article", "", make("header", "number",
     make("b", "", `Completion ${group.members.indexOf(sample) + 1}`), pill(sample),
-    make("span", "", `${sample.length} tokens`), sample.truncated ? make("span", "cut", "cut off") : "", ...metrics));
-  let place = 0;
-  trained.forEach(([start, end], i) => {
-    if (start > place) article.append(given(place, start));
-    const paid = rewards.length === trained.length ? `, reward ${short(rewards[i])}` : "";
-    article.append(turn(many ? `turn ${i + 1}${paid}` : "", sample, tokens.slice(start, end), start, true));
-    place = end;
-  });
-  if (tokens.length > place) article.append(given(place, tokens.length));
+    make("span", "", lengthOf(sample)), ending(sample) && make("span", "cut", ending(sample)), ...metrics,
+    sample.failure ? make("span", "cut", plain(sample.failure)) : ""));
+  article.append(...sample.tokens ? tokenSections(sample)
+    : sample.turns.map((text, i) => textTurn(titleOf(sample, i, sample.turns.length), text)));
   article.onclick = () => getSelection().isCollapsed && choose(sample.index, false);
   return sample.card = article;
+}
+
+function titleOf(sample, i, count) {    // of a turn, where there are several
+  const { rewards = [] } = sample, paid = rewards.length === count ? `, reward ${short(rewards[i])}` : "";
+  return count > 1 ? `turn ${i + 1}${paid}` : "";
+}
+
+function tokenSections(sample) {        // the turns of the policy, and what the environment said between them
+  const { tokens, trained } = sample, sections = [];
+  const given = (start, end) => turn("environment, not trained", sample, tokens.slice(start, end), start, false);
+  let place = 0;
+  trained.forEach(([start, end], i) => {
+    if (start > place) sections.push(given(place, start));
+    sections.push(turn(titleOf(sample, i, trained.length), sample, tokens.slice(start, end), start, true));
+    place = end;
+  });
+  if (tokens.length > place) sections.push(given(place, tokens.length));
+  return sections;
 }
 
 // ---- The pane on the right
 function drawDetail() {
   watcher.disconnect();
   const sample = samples[state.chosen];
-  if (!sample) return $("detail").replaceChildren(make("p", "quiet", "No sample is like this."));
+  if (!sample) return $("detail").replaceChildren(make("p", "quiet", "No sample matches."));
   const group = groups[sample.group], rewards = group.members.map(member => member.reward);
   const mean = rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
-  const prompt = make("article", "prompt", turn("prompt, not trained", null, group.prompt, 0, false));
-  if (group.row) prompt.append(make("details", "", make("summary", "", "row of the data"),
-                                    make("pre", "", plain(JSON.stringify(group.row, null, 1)))));
+  const prompt = make("article", "prompt");
+  if (group.prompt.length) prompt.append(turn("prompt, not trained", null, group.prompt, 0, false));
+  else prompt.append(make("p", "quiet", TEXT_ONLY));
+  if (group.row) {
+    const row = make("details", "", make("summary", "", "dataset row"),
+                     make("pre", "", plain(JSON.stringify(group.row, null, 1))));
+    row.open = !group.prompt.length;
+    prompt.append(row);
+  }
   $("detail").replaceChildren(
     make("h2", "number", `Step ${group.step}, prompt ${group.number}`,
          make("small", "", rewards.length > 1 ? `${rewards.length} completions, mean reward ${short(mean)}` : "")),
@@ -213,7 +250,8 @@ function row(place) {
   const element = make("div", before?.group === sample.group ? "row" : "row first",
     make("p", "", pill(sample), ...line),
     make("p", "number", `step ${group.step}, prompt ${group.number}, completion ${group.members.indexOf(sample) + 1}`,
-         `, ${sample.length} tokens`, sample.truncated ? make("span", "cut", ", cut off") : ""));
+         lengthOf(sample) && `, ${lengthOf(sample)}`,
+         ending(sample) && make("span", "cut", `, ${ending(sample)}`)));
   element.style.top = `${place * ROW}px`;
   element.setAttribute("role", "option");
   element.setAttribute("aria-selected", String(sample.index === state.chosen));
@@ -235,6 +273,8 @@ function drawList(scroll = false) {
 
 function applyFilters() {
   const query = $("search").value.toLowerCase(), ended = $("ended").value;
+  const ends = { "": () => true, cut: sample => sample.truncated, whole: sample => !sample.truncated,
+                 failed: sample => sample.failure };
   const number = (id, otherwise) => $(id).value === "" ? otherwise : Number($(id).value);
   const bounds = ["reward", "step"].map(id => [number(`${id}-from`, -Infinity), number(`${id}-to`, Infinity)]);
   const key = $("sort").value, sign = Number($("order").value);
@@ -243,7 +283,7 @@ function applyFilters() {
   state.view = samples.filter(sample => {
     const group = groups[sample.group];
     return ![sample.reward, group.step].some((value, i) => value < bounds[i][0] || value > bounds[i][1])
-      && (!ended || sample.truncated === (ended === "cut"))
+      && ends[ended](sample)
       && (!query || textOf(sample, sample.tokens).toLowerCase().includes(query)
           || textOf(group, group.prompt).toLowerCase().includes(query));
   }).map(sample => sample.index);
@@ -302,10 +342,10 @@ function start() {
   $("about").textContent = data.about.join(" · ");
   $("note").textContent = data.note;
   const metrics = [...new Set(samples.flatMap(sample => Object.keys(sample.metrics)))];
-  $("sort").append(...[["", "order of the run"], ["reward", "reward"], ["length", "length"],
+  $("sort").append(...[["", "order in the run"], ["reward", "reward"], ["length", "length"],
     ...metrics.map(name => [`metric:${name}`, name])].map(([value, text]) => new Option(text, value)));
   $("column").append(...Object.keys(data.columns).map(name => new Option(WORDS[name] ?? name, name)),
-                     new Option("nothing", ""));
+                     new Option("none", ""));
   state.column = "advantages" in data.columns ? "advantages" : Object.keys(data.columns)[0] ?? "";
   $("filters").oninput = applyFilters;
   $("filters").onsubmit = event => event.preventDefault();

@@ -1,0 +1,572 @@
+"""--save_every, --resume, and a clean end on SIGTERM or Ctrl-C.
+
+A resumed run continues bit for bit as if it had never been interrupted. A checkpoint is a folder,
+RUN/checkpoint-STEP, and none of its files can execute code when loaded:
+
+    state/*.safetensors   weights in fp32 and Adam's moments, each rank's own shards
+    state.json            step, place in the data, random states, lengths of the log files, flags of the run
+    model/                the same weights as a Hugging Face folder
+
+It is written as RUN/partial and renamed once it is complete and synced to disk. What it holds are learners:
+objects with `parameters` {name: DTensor}, an AdamW `optimizer` over them and its `scheduler`. These are the
+actor, or, in a recipe with more of them, the dict `trainer.learners`.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import wandb
+from safetensors import SafetensorError
+from torch.distributed.checkpoint.api import CheckpointException
+from tqdm import tqdm
+
+import train
+from train import UserError
+
+KEPT = 2  # the newest checkpoints of a run
+LOGS = ("metrics.jsonl", "samples.jsonl")
+DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointException)
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line; of the errors that torch collected from several ranks, the first one."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+# ---- Folders and flags -----------------------------------------------------------------------------------
+def checkpoints(run: Path) -> list[Path]:
+    """The checkpoints of a run, the newest last."""
+    steps = {}
+    for path in run.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal():
+            steps[int(step)] = path
+    return [steps[step] for step in sorted(steps)]
+
+
+def find_checkpoint(resume: str, output_dir: str) -> Path | None:
+    """The checkpoint that --resume names, or the newest one of the run that it names; without --resume None.
+
+    "auto" stands for --output_dir, and then None means that there is no checkpoint yet. Raises UserError if
+    there is no such checkpoint.
+    """
+    if not resume:
+        return None
+    if resume == "auto" and not output_dir:
+        raise UserError("--resume auto looks for checkpoints in --output_dir: set it, too")
+    folder = Path(output_dir if resume == "auto" else resume)
+    if (folder / "state.json").exists():
+        return folder
+    found = checkpoints(folder)
+    if not found and resume != "auto":
+        raise UserError(f"--resume {resume} is neither a checkpoint nor a run with a checkpoint-STEP folder")
+    return found[-1] if found else None
+
+
+def find_flag(name: str, arguments: list[str]) -> str:
+    """The value of a flag on a command line, "" if it is not given; the last one wins, as in argparse."""
+    value = ""
+    for i, argument in enumerate(arguments):
+        if argument == f"--{name}":
+            value = "".join(arguments[i + 1 : i + 2])
+        elif argument.startswith(f"--{name}="):
+            value = argument.partition("=")[2]
+    return value
+
+
+def add_saved_flags(arguments: list[str]) -> list[str]:
+    """The command line, preceded by the flags of the run that it resumes, so that flags given now win."""
+    checkpoint = find_checkpoint(find_flag("resume", arguments), find_flag("output_dir", arguments))
+    saved = []
+    for name, value in read_state(checkpoint)["flags"].items() if checkpoint else ():
+        if isinstance(value, list):
+            saved += [f"--{name}", *map(str, value)]
+        elif value is not None and name not in ("resume", "output_dir"):
+            saved.append(f"--{name}={value}")
+    return saved + arguments
+
+
+class Lock:
+    """Keeps other processes out of a run folder, until `release` or the end of this process."""
+
+    def __init__(self, folder: Path):
+        """Makes the folder if necessary. Raises UserError if it is in use or not writable."""
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = open(folder / "lock", "a+")
+        except OSError as error:
+            raise UserError(f"--output_dir {folder} is not writable: {error.strerror}") from error
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.file.seek(0)
+            holder = self.file.read().strip() or "unknown"
+            self.file.close()
+            raise UserError(
+                f"--output_dir {folder} is in use by process {holder}; wait for its end"
+            ) from error
+        except OSError as error:
+            tqdm.write(f"{folder} has no lock against a second process: {error.strerror}")
+        self.file.seek(0)
+        self.unfinished = self.file.read()  # the last holder, unless it came to its end
+        self.write(f"{os.getpid()} on {socket.gethostname()}")
+        os.register_at_fork(after_in_child=self.file.close)  # or a child would keep the lock after our death
+
+    def write(self, text: str):
+        self.file.truncate(0)
+        self.file.write(text)
+        self.file.flush()
+
+    def release(self):
+        """Ends the lock of a run that came to its end."""
+        self.write("")
+        self.file.close()
+
+    def undo(self):
+        """Ends the lock of a run that did not begin, and leaves the folder as it was."""
+        self.write(self.unfinished)
+        if [path.name for path in self.folder.iterdir()] == ["lock"]:
+            shutil.rmtree(self.folder)
+        self.file.close()
+
+
+def claim_run(config) -> tuple[Lock, Path | None]:
+    """Settles and locks config.output_dir, by default named by the time. Returns the checkpoint to resume.
+
+    Raises UserError where that would write over a run, or over later steps of this one.
+    """
+    checkpoint = find_checkpoint(config.resume, config.output_dir)
+    parent = checkpoint.resolve().parent if checkpoint else None
+    run = Path(config.output_dir or parent or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
+    lock = Lock(run)
+    try:
+        check_free(run, checkpoint, config.resume == "auto", bool(lock.unfinished))
+    except UserError:
+        lock.undo()
+        raise
+    config.output_dir = str(run)
+    return lock, checkpoint
+
+
+def check_free(run: Path, checkpoint: Path | None, is_auto: bool, unfinished: bool):
+    """Raises UserError where a run, or later steps of it, would be lost; the caller has locked the folder."""
+    newest = checkpoints(run)[-1:]
+    if checkpoint and run.resolve() == checkpoint.resolve().parent:
+        if newest and newest[0].name != checkpoint.name:
+            raise UserError(
+                f"--resume {checkpoint}: {newest[0]} is later and would be lost; resume that one, or set "
+                "another --output_dir to branch off"
+            )
+    elif (run / LOGS[0]).exists():
+        has_started = unfinished or not (run / "model").exists()  # and may be started again
+        if newest or not is_auto or not has_started:
+            raise UserError(f"--output_dir {run} already holds a run; set another folder, or remove that one")
+
+
+def check_shared(folder: Path):
+    """Raises UserError on all ranks if one of them does not see a folder that rank 0 has made."""
+    seen = torch.tensor(float(folder.exists()))
+    dist.all_reduce(seen, dist.ReduceOp.MIN)
+    if not seen:
+        raise UserError(
+            f"{folder} is not on a disk that all machines share, which checkpoints require as each rank "
+            "saves its own shards; set another --output_dir"
+        )
+
+
+# ---- What a checkpoint holds -----------------------------------------------------------------------------
+def learner_tensors(learners: dict) -> dict[str, torch.Tensor]:
+    """Weights and Adam's moments of all learners by name, as sharded; zeros before a first update."""
+    tensors = {}
+    for owner, learner in learners.items():
+        for name, weight in learner.parameters.items():
+            state = learner.optimizer.state[weight]
+            if not state:
+                state["step"] = torch.zeros((), device=weight.device)
+                state["exp_avg"] = torch.zeros_like(weight)
+                state["exp_avg_sq"] = torch.zeros_like(weight)
+            tensors[f"{owner}.weight.{name}"] = weight.detach()
+            tensors[f"{owner}.exp_avg.{name}"] = state["exp_avg"]
+            tensors[f"{owner}.exp_avg_sq.{name}"] = state["exp_avg_sq"]
+    return tensors
+
+
+def random_states() -> dict:
+    """The global generators, which a reward function may use; training itself draws from none of them."""
+    kind, keys, *rest = np.random.get_state()
+    states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
+    return states | {"torch": torch.get_rng_state().tolist()}
+
+
+def set_random_states(states: dict):
+    """The reverse of `random_states`, from what JSON made of it."""
+    version, inner, gauss = states["python"]
+    random.setstate((version, tuple(inner), gauss))
+    np.random.set_state(tuple(states["numpy"]))
+    torch.set_rng_state(torch.tensor(states["torch"], dtype=torch.uint8))
+
+
+def read_state(checkpoint: Path) -> dict:
+    """The content of state.json. Raises UserError if a file of the checkpoint is missing or cut off."""
+    try:
+        state = json.loads((checkpoint / "state.json").read_text())
+        for name, size in state["files"].items():
+            found = (checkpoint / name).stat().st_size
+            if found != size:
+                raise ValueError(f"{name} has {found} bytes instead of {size}")
+    except DAMAGE as error:
+        others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
+        hint = f"; {others[-1]} may be intact" if others else ""
+        raise UserError(f"--resume {checkpoint} is damaged: {reason(error)}{hint}") from error
+    return state
+
+
+# ---- Writing and loading ---------------------------------------------------------------------------------
+@contextmanager
+def writing(folder: Path):
+    """Turns a failure to write a folder into a UserError, and removes the folder then."""
+    try:
+        yield
+    except DAMAGE as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        message = f"{folder} could not be written: {reason(error)}. Earlier checkpoints are intact"
+        raise UserError(message) from error
+
+
+def sync(path: Path):
+    """Waits until a file, or the list of files in a folder, has reached the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_state(partial: Path, state: dict, run: Path):
+    """Writes state.json, with the sizes of the other files, and syncs all of them and the logs."""
+    files = [path for path in partial.rglob("*") if path.is_file()]
+    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
+    (partial / "state.json").write_text(json.dumps(state | {"files": sizes}))
+    folders = [path for path in partial.rglob("*") if path.is_dir()]
+    logs = [run / name for name in LOGS if (run / name).exists()]
+    for path in [*files, partial / "state.json", *folders, partial, *logs]:
+        sync(path)
+
+
+def save_checkpoint(run: Path, state: dict, learners: dict, export):
+    """Writes RUN/checkpoint-STEP and removes all but the newest; export(folder) writes model/.
+
+    All ranks call it together. Raises UserError if the disk is full, for example.
+    """
+    target = run / f"checkpoint-{state['step']}"
+    partial = run / "partial"
+    is_first = dist.get_rank() == 0
+    if target.exists():
+        return
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, state["random"])
+    updates = {owner: learner.scheduler.last_epoch for owner, learner in learners.items()}
+    with writing(partial):
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+        dist.barrier()
+        check_shared(partial)
+        export(partial / "model")
+        writer = dcp.HuggingFaceStorageWriter(str(partial / "state"), save_distributed=True)
+        dcp.save(learner_tensors(learners), storage_writer=writer)
+        if is_first:
+            write_state(partial, state | {"random": states, "updates": updates}, run)
+            partial.rename(target)
+            sync(run)
+    if is_first:
+        for older in checkpoints(run)[:-KEPT]:
+            shutil.rmtree(older)
+    dist.barrier()
+
+
+def load_checkpoint(checkpoint: Path, state: dict, learners: dict):
+    """Fills the learners, their schedules and the random states; numbers of ranks may differ from then.
+
+    Raises UserError if it is of another model or damaged. All ranks call it together.
+    """
+    tensors = learner_tensors(learners)
+    reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        for name, tensor in tensors.items():
+            if name not in saved:
+                raise UserError(f"--resume {checkpoint} is of another model or recipe: it has no {name}")
+            if saved[name].size != tensor.shape:
+                sizes = f"{list(saved[name].size)}, that of --model {list(tensor.shape)}"
+                raise UserError(f"--resume {checkpoint} is of another model: its {name} is {sizes}")
+        dcp.load(tensors, storage_reader=reader)
+    except DAMAGE as error:
+        raise UserError(f"--resume {checkpoint} is damaged: {reason(error)}") from error
+    for owner, learner in learners.items():
+        updates = state["updates"][owner]
+        for weight in learner.parameters.values():
+            learner.optimizer.state[weight]["step"].fill_(updates)
+        set_schedule(learner, updates)
+    if len(state["random"]) == dist.get_world_size():
+        set_random_states(state["random"][dist.get_rank()])
+
+
+def set_schedule(learner, updates: int):
+    """Sets the learning rate after so many updates, by the flags given now."""
+    scheduler = learner.scheduler
+    scheduler.last_epoch = updates
+    for group, peak, factor in zip(learner.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+        group["lr"] = peak * factor(updates)
+
+
+def restore_logs(older: Path, run: Path, lengths: dict[str, int]):
+    """Gives a run the first bytes of the logs of an older one, which may be the same; no lengths: no logs.
+
+    Raises UserError if a log is shorter than it was.
+    """
+    for name in LOGS:
+        source, path = older / name, run / name
+        if name not in lengths:
+            path.unlink(missing_ok=True)
+            continue
+        size = source.stat().st_size if source.exists() else 0
+        if size < lengths[name]:
+            raise UserError(
+                f"{source} has {size} bytes, less than the {lengths[name]} when its checkpoint was saved"
+            )
+        if source.resolve() != path.resolve():
+            shutil.copy(source, path)
+        os.truncate(path, lengths[name])
+
+
+# ---- SIGTERM and Ctrl-C ----------------------------------------------------------------------------------
+class Stopped(BaseException):
+    """A signal asks the run to end, and all ranks know. Like KeyboardInterrupt, it is no error to report."""
+
+
+class Stop:
+    """SIGTERM or Ctrl-C to any rank ends the run at the next safe point; a second one ends it at once.
+
+    torchrun forwards what a terminal has already sent to all processes, so a second signal counts only after
+    `grace` seconds.
+    """
+
+    grace = 2.0
+
+    def __init__(self):
+        self.signal = 0  # the one received
+        self.time = 0.0
+        self.dropping = False  # a rollout is under way: its episodes may be dropped
+        self.episodes = set()  # tasks
+
+    def listen(self):
+        """Installs the handlers. SGLang installs its own when it starts, so this must come later."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame):
+        if self.signal and time.monotonic() - self.time > self.grace:
+            os._exit(128 + number)
+        if not self.signal:
+            self.signal = number
+            self.time = time.monotonic()
+        if self.dropping:
+            for task in list(self.episodes):
+                task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def play(self, sample, episode):
+        """Runs the coroutine of an episode; one that is dropped returns the sample as it is."""
+        if self.signal and self.dropping:
+            episode.close()
+            return sample
+        task = asyncio.current_task()
+        self.episodes.add(task)
+        try:
+            return await episode
+        except asyncio.CancelledError:
+            if not self.signal:
+                raise
+            return sample
+        finally:
+            self.episodes.discard(task)
+
+    def check(self):
+        """Raises Stopped on all ranks if any of them received a signal."""
+        received = torch.tensor(self.signal)
+        dist.all_reduce(received, dist.ReduceOp.MAX)
+        if received:
+            raise Stopped(signal.Signals(int(received)).name)
+
+
+# ---- The trainer -----------------------------------------------------------------------------------------
+def extend(trainer_class: type) -> type:
+    """A trainer that saves checkpoints, resumes from them, and ends cleanly on SIGTERM and Ctrl-C.
+
+    Adds the flags of a run that is resumed to sys.argv. Raises UserError if there is nothing to resume.
+    """
+    sys.argv[1:] = add_saved_flags(sys.argv[1:])
+
+    class CheckpointedTrainer(Resumable, trainer_class):
+        pass
+
+    return CheckpointedTrainer
+
+
+class Resumable:
+    """What `extend` puts in front of a trainer class."""
+
+    def __init__(self, config, *arguments):
+        self.stop = Stop()
+        self.lock = None
+        self.claimed = None  # on rank 0 the checkpoint to resume
+        if train.RANK == 0:
+            self.lock, self.claimed = claim_run(config)
+        try:
+            super().__init__(config, *arguments)
+        except BaseException:
+            if self.lock:
+                self.lock.undo()
+            raise
+        settled = [config.output_dir, self.claimed]
+        dist.broadcast_object_list(settled)
+        config.output_dir, checkpoint = settled
+        self.folder = Path(config.output_dir)
+        if config.save_every or checkpoint:
+            check_shared(self.folder)
+        self.saved_state = None  # of the last whole step
+        if checkpoint:
+            self.load(checkpoint)
+
+    def open_log(self):
+        """Called on rank 0: cuts the logs to what they were when the checkpoint was saved."""
+        run = Path(self.config.output_dir)
+        if self.claimed:
+            state = read_state(self.claimed)
+            restore_logs(self.claimed.resolve().parent, run, state["log"])
+            if state["wandb"] and self.claimed.resolve().parent == run.resolve():
+                os.environ.setdefault("WANDB_RUN_ID", state["wandb"])
+                os.environ.setdefault("WANDB_RESUME", "allow")
+        else:
+            restore_logs(run, run, {})
+        super().open_log()
+
+    def learners_to_save(self) -> dict:
+        return getattr(self, "learners", None) or {"actor": self.actor}
+
+    def load(self, checkpoint: Path):
+        """Continues from a checkpoint."""
+        state = read_state(checkpoint)
+        load_checkpoint(checkpoint, state, self.learners_to_save())
+        self.first_step = state["step"] + 1
+        self.draws = state["draws"]
+        if hasattr(self, "monitor"):
+            self.monitor = type(self.monitor)(asdict(self.config), **state["monitor"])
+        self.remember(state["step"])
+        self.saved_state["version"] = state["version"]
+        self.engine.version = state["version"] - 1  # the first push is that of these weights again
+        if hasattr(self, "gate"):
+            self.gate.pushes = self.engine.version
+
+    def remember(self, step: int):
+        """Notes what a checkpoint needs, after a whole step: a rollout dropped later leaves no trace."""
+        has_wandb = wandb.run and self.config.wandb != "disabled"
+        lengths = {name: self.folder / name for name in LOGS if (self.folder / name).exists()}
+        self.saved_state = {
+            "step": step,
+            "draws": self.draws,
+            "version": self.engine.version,
+            "random": random_states(),
+            "log": {name: path.stat().st_size for name, path in lengths.items()},
+            "monitor": self.monitor.state() if hasattr(self, "monitor") else {},
+            "wandb": wandb.run.id if has_wandb else "",
+            "flags": asdict(self.config),
+        }
+
+    def save_checkpoint(self):
+        """Saves the state after the last whole step."""
+        state = self.saved_state
+
+        def export(folder):
+            self.actor.save(self.path, folder)
+
+        save_checkpoint(self.folder, state, self.learners_to_save(), export)
+
+    def fit(self):
+        """Runs all steps, or those before a signal."""
+        self.stop.listen()
+        try:
+            super().fit()
+        except Stopped as stopped:
+            if self.saved_state is None:
+                message = f"{stopped}: ended before the first step; nothing was saved"
+            else:
+                self.bring_back_actors()
+                self.save_checkpoint()
+                step = self.saved_state["step"]
+                message = f"{stopped}: ended after step {step}; --resume {self.folder} continues from there"
+            self.engine.close()
+            if train.RANK == 0:
+                tqdm.write(message)
+        if train.RANK == 0:
+            self.lock.release()
+
+    def bring_back_actors(self):
+        """With --offload, moves what is trained to its device again, in the middle of a rollout."""
+        if hasattr(self, "move_actors") and self.config.offload:
+            if getattr(self.engine, "engine", None):  # SGLang continues what was dropped, and could not sleep
+                self.engine.engine.tokenizer_manager.abort_request(abort_all=True)
+            self.engine.sleep()
+            self.move_actors(self.config.device)
+
+    def write(self, step: int, *arguments):
+        """Logs a step, saves a checkpoint if one is due, and ends the run if a signal asks for it."""
+        super().write(step, *arguments)
+        self.remember(step)
+        every = self.config.save_every
+        if every and step and step % every == 0:
+            self.save_checkpoint()
+        if step < self.config.steps:
+            self.stop.check()
+
+    def rollout(self):
+        """The samples of a step. A signal drops the episodes that are under way."""
+        self.stop.dropping = True
+        samples = super().rollout()
+        self.stop.dropping = False
+        self.stop.check()
+        return samples
+
+    def sample(self, *arguments):
+        """Samples, and leaves the rollout here if its episodes were dropped: nobody sees those."""
+        samples = super().sample(*arguments)
+        if self.stop.dropping:
+            self.stop.check()
+        return samples
+
+    def episode(self, sample, *arguments):
+        """An episode that a signal may drop.
+
+        It is a task, as tasks start in the order of the samples: otherwise the random numbers that a reward
+        function draws would go to other samples in every run.
+        """
+        loop = self.engine.loop
+        episode = self.stop.play(sample, super().episode(sample, *arguments))
+        return episode if loop.is_running() else loop.create_task(episode)

@@ -1,0 +1,73 @@
+"""--offload True: the actor, its optimizer and the reference are in CPU memory while the engine samples.
+
+During a push only the parameters are on the GPU beside the engine: the optimizer's state and the reference
+leave before it. Without this file the flag does nothing, and everything stays on the GPU.
+"""
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from train import Actor
+
+
+def move_optimizer(optimizer, device: str):
+    """Moves an optimizer's state (for Adam: moments and step counts)."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.to(device)
+
+
+def free_gpu_memory():
+    """Gives the memory that PyTorch only caches back to the GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def extend(trainer_class: type) -> type:
+    """A trainer whose models take turns with the engine on the GPU."""
+
+    class OffloadingTrainer(trainer_class):
+        def actors(self) -> list[Actor]:
+            """The actor, and those that a recipe has beside it, for example a critic."""
+            return [value for value in vars(self).values() if isinstance(value, Actor)]
+
+        def move_actors(self, device: str):
+            """Moves the parameters that are trained."""
+            if self.config.offload:
+                for actor in self.actors():
+                    actor.model.to(device)
+                free_gpu_memory()
+
+        def move_others(self, device: str):
+            """Moves what only an update requires: the state of optimizers, and models that do not learn."""
+            if self.config.offload:
+                for actor in self.actors():
+                    move_optimizer(actor.optimizer, device)
+                for value in vars(self).values():
+                    if isinstance(value, FSDPModule):  # the reference
+                        value.to(device)
+                free_gpu_memory()
+
+        def sample(self, *arguments):
+            self.move_others("cpu")  # before the first step they are still there
+            self.move_actors("cpu")
+            return super().sample(*arguments)
+
+        def learn(self, samples: list) -> dict[str, float]:
+            self.move_actors(self.config.device)
+            self.move_others(self.config.device)
+            metrics = super().learn(samples)
+            self.move_others("cpu")
+            return metrics
+
+        def publish(self):
+            self.move_actors(self.config.device)
+            super().publish()
+
+        def evaluate(self) -> dict[str, float]:
+            """An evaluation, after which the parameters return: the model may be saved next."""
+            metrics = super().evaluate()
+            self.move_actors(self.config.device)
+            return metrics
+
+    return OffloadingTrainer

@@ -1,0 +1,142 @@
+"""What the tests share: runs in a subprocess, small random models, made-up samples, fixtures."""
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import train
+from train import Actor, Config, Sample, Trainer, load_policy
+
+sys.modules.setdefault("tests.conftest", sys.modules[__name__])  # pytest may have imported it as `conftest`
+HERE = Path(__file__).parent.parent
+TINY = HERE / "assets/tiny"
+COUNTDOWN = HERE / "assets/countdown"
+VOCAB = 500  # ids that the random models may use; their embeddings have 512 rows
+MODELS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+torch.set_num_threads(1)  # on busy cores more can stall for seconds
+
+
+def run(*command, processes: int = 0, cwd=HERE, timeout: int = 600, **environment):
+    """Runs python, or torchrun with so many processes, in a folder. Returns a CompletedProcess."""
+    launcher = [sys.executable]
+    if processes:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    options = {"cwd": cwd, "env": ENVIRONMENT | environment, "timeout": timeout}
+    return subprocess.run([*launcher, *map(str, command)], **options, capture_output=True, text=True)
+
+
+def random_model(folder: Path, kind: str = "qwen3", tied: bool = True, **options) -> Path:
+    """A small random model with the tiny tokenizer, in a folder.
+
+    Norms and biases are perturbed, so that errors in them show.
+    """
+    config_class, model_class = MODELS[kind]
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    sizes |= {"head_dim": 8} if kind == "qwen3" else {}
+    model = model_class(config_class(**sizes | options, tie_word_embeddings=tied))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
+
+
+def some_samples(groups: int = 6, size: int = 2) -> list[Sample]:
+    """Samples of unequal lengths with made-up advantages; the longer ones have a reply in their middle."""
+    generator = torch.Generator().manual_seed(1)
+    samples = []
+    for i in range(groups * size):
+        prompt, length = 3 + i % 4, 4 + 5 * (i % 5)
+        ids = torch.randint(0, VOCAB, (prompt + length,), generator=generator).numpy()
+        advantage = torch.randn((), generator=generator).item()
+        sample = Sample([], {"i": i}, key=(i // size, i % size))
+        sample.append(ids[:prompt])
+        sample.append(ids[prompt:], mask=1, logprob=-1.0, advantage=advantage)
+        if length > 8:
+            for name in ("mask", "logprob", "advantage"):
+                sample.tokens[name][prompt + 3 : prompt + 5] = 0
+        samples.append(sample)
+    return samples
+
+
+def plain_logprobs(model, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [N] of a sample's trained tokens in the plainest way: one sequence, all logits."""
+    ids = torch.from_numpy(sample.tokens["id"].astype(np.int64))
+    logits = model(ids[None]).logits[0, :-1, :VOCAB].float() / temperature
+    logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
+    return logprobs[torch.from_numpy(sample.tokens["mask"][1:] == 1)]
+
+
+def make_trainer(config: Config, mesh, **parts) -> Trainer:
+    """A Trainer with an actor, but without data, engine and log."""
+    trainer = object.__new__(Trainer)
+    trainer.config = config
+    trainer.mesh = mesh
+    trainer.actor = Actor(load_policy(config.model, mesh, config, VOCAB), mesh, config)
+    trainer.reference = None
+    trainer.engine = SimpleNamespace(exact=False)
+    vars(trainer).update(parts)
+    return trainer
+
+
+def other_logprobs(batch, shift: float) -> torch.Tensor:
+    """Made-up log-probs [N] near the engine's, which differ from token to token."""
+    return batch.engine_logprobs + 0.2 * torch.sin(shift * batch.targets)
+
+
+def set_engine_logprobs(samples: list[Sample], model, temperature: float = 1.0):
+    """Makes the engine's log-probs those of a plain model, up to some noise."""
+    with torch.no_grad():
+        for sample in samples:
+            logprobs = plain_logprobs(model, sample, temperature).numpy()
+            noise = 0.1 * np.sin(7 * np.arange(len(logprobs)) + sample.row["i"])
+            sample.tokens["logprob"][sample.tokens["mask"] == 1] = logprobs + noise
+
+
+def make_inputs(folder: Path):
+    """Four random models, each with samples whose log-probs of the engine are near its own."""
+    for kind in MODELS:
+        for tied in (True, False):
+            name = f"{kind}-{'tied' if tied else 'untied'}"
+            model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, tied))
+            samples = some_samples()
+            set_engine_logprobs(samples, model, temperature=0.8)
+            torch.save(samples, folder / f"{name}.pt")
+
+
+@cache
+def alone() -> dict:
+    """This process alone, as meshes of one."""
+    return train.init_distributed(Config(device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    return alone()
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY)

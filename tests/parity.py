@@ -1,0 +1,172 @@
+"""What the tests and bench/parity.py run in several processes: `python tests/parity.py JOB INPUTS OUTPUTS`.
+
+One interpreter imports everything once and forks the ranks of each group of processes, which takes a few
+seconds where torchrun would take a minute.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+from copy import deepcopy
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+import extras.local_engine  # noqa: F401 (once, before the fork)
+import train
+from tests.conftest import VOCAB, make_trainer, other_logprobs
+from train import Config
+
+FORMS = [(kind, tied) for kind in ("qwen2", "qwen3") for tied in (True, False)]
+# Processes -> cases of (tensor-parallel size, copies of the model, tokens per micro-batch, checkpointing).
+CASES = {
+    1: [(1, 1, 10**6, False), (1, 1, 60, True), (1, 1, 30, False)],
+    2: [(1, 1, 60, False), (2, 1, 10**6, False), (2, 1, 30, True), (1, 2, 60, False)],
+    4: [(1, 1, 10**6, False), (1, 1, 30, True), (2, 1, 60, False), (1, 2, 60, False), (2, 2, 30, False)],
+}
+FEW = {1: [(1, 1, 60, True)], 2: [(1, 1, 30, False)], 4: [(2, 1, 60, True), (2, 2, 10**6, False)]}
+# Two losses: plain GRPO in its first update, and every term of a later update.
+LOSSES = {
+    "plain": {"aggregation": "sequence"},
+    "all terms": {"aggregation": "token", "kl_coef": 0.05, "entropy_coef": 0.01, "tis_cap": 1.1},
+}
+COMMON = {"device": "cpu", "max_new_tokens": 8, "temperature": 0.8, "max_grad_norm": 0.1, "warmup_steps": 0}
+
+
+def fork(function, processes: int, *args):
+    """Runs function(rank, *args) in as many forked ranks; raises if one of them fails."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
+    options = {"nprocs": processes, "start_method": "fork"}
+    torch.multiprocessing.start_processes(rank_of(function), args, **options)
+
+
+def rank_of(function):
+    """The function in a rank that has joined the others; it may then make many meshes."""
+
+    def joined(rank, *args):
+        os.environ["RANK"] = str(rank)
+        train.RANK = rank
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        train.dist.init_process_group = lambda *args, **options: None
+        function(*args)
+        dist.barrier()
+        os._exit(0)  # at once: destructors of many meshes take seconds
+
+    return joined
+
+
+def set_terms(batches: list, loss: str):
+    """Gives micro-batches what --kl_coef and a later update need."""
+    if loss == "all terms":
+        for batch in batches:
+            batch.old_logprobs = other_logprobs(batch, 3.0)
+            batch.ref_logprobs = other_logprobs(batch, 5.0)
+
+
+def update(trainer, samples: list, loss: str) -> dict:
+    """One backward pass and optimizer step: loss, whole gradients, their norm, and that after clipping."""
+    actor = trainer.actor
+    batches = trainer.micro_batches(samples)
+    set_terms(batches, loss)
+    record = {"loss": actor.backward(batches, trainer.loss)["loss"], "batches": len(batches)}
+    gradients = {name: parameter.grad.full_tensor() for name, parameter in actor.parameters.items()}
+    record["gradients"] = {name: gradient.clone() for name, gradient in gradients.items()}
+    kept = train.clip_grad_norm_
+
+    def clip(parameters, *args, **options):
+        norm = kept(parameters, *args, **options)
+        clipped = [parameter.grad.full_tensor().flatten() for parameter in actor.parameters.values()]
+        record["clipped_norm"] = torch.cat(clipped).norm().item()
+        return norm
+
+    train.clip_grad_norm_ = clip
+    record["grad_norm"] = actor.step()
+    train.clip_grad_norm_ = kept
+    return record
+
+
+def losses_of(case: tuple, cases: dict) -> list[str]:
+    """Both losses; the tests, which run FEW cases, take one of them for each."""
+    return list(LOSSES) if cases is CASES else ["all terms" if case[2] == 60 else "plain"]
+
+
+def compare_gradients(processes: int, all_cases: dict, inputs: Path, outputs: Path):
+    """For each case, model and loss an update of the model's samples, which rank 0 writes to a file."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for kind, tied in FORMS:
+        name = f"{kind}-{'tied' if tied else 'untied'}"
+        samples = torch.load(inputs / f"{name}.pt", weights_only=False)
+        for case in all_cases[processes]:
+            tp, copies, budget, recompute = case
+            flags = {"model": str(inputs / name), "tp_size": tp, "dp_replicate": copies}
+            flags |= {"tokens_per_micro_batch": budget, "gradient_checkpointing": recompute}
+            mesh = train.init_distributed(Config(**COMMON | flags))
+            dp = mesh["dp"]
+            mine = [one for one in samples if one.key[0] % dp.size() == dp.get_local_rank()]
+            for loss in losses_of(case, all_cases):
+                trainer = make_trainer(Config(**COMMON | flags | LOSSES[loss]), mesh)
+                record = update(trainer, deepcopy(mine), loss)
+                if dist.get_rank() == 0:
+                    torch.save(record, outputs / f"{name}-{loss}-{dist.get_world_size()}-{case}.pt")
+
+
+def compare_weights(inputs: Path, outputs: Path):
+    """Whole weights over all layouts are those of the folder to the bit; the exports are written."""
+    for kind, tied in FORMS:
+        name = f"{kind}-{'tied' if tied else 'untied'}"
+        original = AutoModelForCausalLM.from_pretrained(inputs / name)
+        for tp, dtype in ((2, "float32"), (2, "bfloat16"), (1, "bfloat16")):
+            config = Config(model=str(inputs / name), device="cpu", tp_size=tp, dtype=dtype)
+            mesh = train.init_distributed(config)
+            actor = train.Actor(train.load_policy(config.model, mesh, config, VOCAB), mesh, config)
+            found = dict(sum(actor.whole_weights(), []))
+            expected = dict(original.named_parameters())
+            assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+            for key, value in found.items():
+                assert torch.equal(value, expected[key].to(value.dtype)), (name, tp, key)
+                assert torch.equal(value, actor.parameters[key].full_tensor().to(value.dtype)), (
+                    name,
+                    tp,
+                    key,
+                )
+                assert value.dtype == getattr(torch, dtype)
+        actor.save(inputs / name, outputs / f"{name}-export")
+
+
+def learn(case: tuple, outputs: Path):
+    """A short run of the embedded model, in a folder of its own."""
+    tp, copies = case
+    name = f"{dist.get_world_size()}-{tp}-{copies}"
+    config = train.parse_flags(Config, ["--steps", "2", "--prompts_per_step", "8", "--group_size", "4"])
+    options = {"tp_size": tp, "dp_replicate": copies, "max_new_tokens": 20, "eval_every": 0, "lr": 1e-3}
+    options |= {"updates_per_step": 2, "warmup_steps": 0, "output_dir": str(outputs / name)}
+    vars(config).update(options)
+    trainer = train.Trainer(config, train.RLDataset, lambda sample: len(sample.text) % 7, train.env_step)
+    trainer.fit()
+
+
+def main(job: str, inputs: Path, outputs: Path):
+    if job in ("gradients", "all gradients"):
+        cases = FEW if job == "gradients" else CASES
+        for processes in cases:
+            fork(compare_gradients, processes, processes, cases, inputs, outputs)
+    if job == "weights":
+        fork(compare_weights, 2, inputs, outputs)
+    if job == "learn":
+        for processes, case in ((1, (1, 1)), (4, (2, 2))):
+            fork(learn, processes, case, outputs)
+    (outputs / f"{job}.json").write_text(json.dumps("done"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,763 @@
+"""Tests of recipes/algorithms.py: each row by hand, against slow versions of the papers, and against TRL."""
+
+import asyncio
+import json
+import math
+import re
+from collections import defaultdict
+from pathlib import Path
+from statistics import fmean, stdev
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import train
+from recipes.algorithms import ALGORITHMS, AlgorithmConfig
+from recipes.formulas import number_units, policy_loss, token_returns
+from recipes.trainer import AlgorithmTrainer, add_column, store
+from train import Sample, UserError
+
+torch.set_num_threads(1)  # on busy cores more can stall for seconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def columns():
+    """Tokens with the columns of all recipes, for this module only."""
+    before = list(train.TOKEN)
+    for name in ("ref_logprob", "value", "return"):
+        add_column(name)
+    yield
+    train.TOKEN[:] = before
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """This process alone, as a mesh of one."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+
+
+def make_config(**flags) -> AlgorithmConfig:
+    return AlgorithmConfig(**{"engine": "local", "device": "cpu"} | flags)
+
+
+def episode(tokens: int, rewards: list[float], turns: list[int] | None = None, **columns) -> Sample:
+    """A sample with a prompt of one token and so many trained ones, sampled with log-prob -1."""
+    sample = Sample([], {})
+    sample.append([7])
+    sample.append([7] * tokens, mask=1, **{"turn": turns or 0, "logprob": -1.0, **columns})
+    sample.rewards = rewards
+    sample.reward = sum(rewards)
+    return sample
+
+
+def make_trainer(config, mesh, trainer_class=AlgorithmTrainer):
+    """A Trainer without models, engine and data."""
+    trainer = object.__new__(trainer_class)
+    trainer.config = config
+    trainer.mesh = mesh
+    trainer.rank = 0
+    trainer.ranks = 1
+    trainer.actor = SimpleNamespace(model=SimpleNamespace())
+    trainer.reference = None
+    return trainer
+
+
+def number_groups(samples: list[Sample], size: int):
+    for i, sample in enumerate(samples):
+        sample.key = (i // size, i % size)
+
+
+def advantages_of(samples: list[Sample], mesh, **flags) -> list[list[float]]:
+    """The advantages of the trained tokens of each sample."""
+    config = make_config(**{"group_size": len(samples)} | flags)
+    number_groups(samples, config.group_size)
+    make_trainer(config, mesh).compare(samples)
+    return [sample.tokens["advantage"][sample.tokens["mask"] == 1].tolist() for sample in samples]
+
+
+def batch_of(samples: list[Sample], config, mesh):
+    """One micro-batch with all samples, and weights."""
+    config.entropy_coef, coefficient = 1.0, config.entropy_coef  # else samples without advantage are left out
+    (batch,) = make_trainer(config, mesh).micro_batches(samples)
+    config.entropy_coef = coefficient
+    order = [next(i for i, one in enumerate(samples) if one is sample) for sample in batch.samples]
+    return batch, order
+
+
+def loss_of(samples, config, mesh, logprobs, old=-1.0, entropy=0.0, ref=0.0, engine=-1.0):
+    """policy_loss with its gradient. A number is the same for all tokens; a tensor is [N]."""
+    batch, order = batch_of(samples, config, mesh)
+    counts = [int(sample.tokens["mask"].sum()) for sample in samples]
+
+    def packed(values):
+        values = values if isinstance(values, torch.Tensor) else torch.full_like(logprobs, values)
+        return torch.cat([values.split(counts)[i] for i in order])
+
+    leaf = logprobs.detach().clone().requires_grad_()
+    mine = packed(leaf)
+    batch.old_logprobs = mine.detach() if old is None else packed(old)
+    batch.engine_logprobs = packed(engine)
+    batch.ref_logprobs = packed(ref)
+    entropies = packed(entropy) * mine / mine.detach()  # so that its gradient is entropy / logprob
+    loss, stats = policy_loss(mine, entropies, batch, config)
+    loss.backward()
+    store(batch.samples, "value", stats["clip_fraction"].float())
+    clipped = [flag for sample in samples for flag in sample.tokens["value"][1:].astype(bool).tolist()]
+    return loss.item(), leaf.grad.tolist(), clipped
+
+
+# ---------------------------------------------- by hand -------------------------------------------------
+def test_returns_by_hand():
+    # Turns of 2, 1 and 2 tokens with rewards 1, 0 and 2 and gamma 1/2. From behind: the last turn has 2, the
+    # one before 0 + 2/2 = 1, the first 1 + 1/2.
+    def found(gamma, **flags):
+        sample = episode(5, [1, 0, 2], turns=[0, 0, 1, 2, 2], ref_logprob=-2.0)
+        return token_returns(sample, make_config(gamma=gamma, **flags)).tolist()
+
+    assert (
+        found(0.5) == [1.5, 1.5, 1, 2, 2] and found(1.0) == [3, 3, 2, 2, 2] and found(0.0) == [1, 1, 0, 2, 2]
+    )
+    # A penalty of 1/8 per token: 2 - 1/8, 2 - 2/8; 0 + (14/8) / 2 - 1/8 = 6/8; 1 + (6/8) / 2 - 1/8 = 10/8,
+    # and 9/8.
+    flags = {"kl_coef": 1 / 8, "kl_in": "reward", "kl_estimator": "k1"}
+    assert found(0.5, **flags) == [9 / 8, 10 / 8, 6 / 8, 14 / 8, 15 / 8]
+
+
+# One group: completion a has two tokens and reward 1, b one token and reward 0. Of rewards 1 and 0 the mean
+# is 1/2 and the standard deviation sqrt(1/4 + 1/4) = sqrt(1/2), so A = +-sqrt(1/2). Over the three tokens the
+# returns are 1, 1, 0 with mean 2/3 and variance (1/9 + 1/9 + 4/9) / 2 = 1/3, so A = sqrt(1/3) twice and -2
+# sqrt(1/3). The ratios are 1.5, 0.6 | 1.25, the old log-probs -1. Clipped to 0.8 .. 1.28 the surrogates are,
+# with the sign of A, min(1.5, 1.28) = 1.28 (clipped), min(0.6, 0.8) = 0.6 | min(-1.25, -1.25) = -1.25:
+# together 0.63 if all A are equal. A token weighs 1/4, 1/4 | 1/2 by sequence, 1/3 by token, 1/(2 * 4) with
+# max_new_tokens = 4.
+RATIOS = (1.5, 0.6, 1.25)
+HALF = math.sqrt(1 / 2)
+THIRD = math.sqrt(1 / 3)
+LOGPS = [-1 + math.log(ratio) for ratio in RATIOS]
+MEAN = math.sqrt(1.5 * 0.6)  # the ratio of sequence a: the geometric mean of its tokens'; that of b is 1.25
+BY_HAND = {  # row: advantages, loss, gradient of the log-probs: -weight A ratio, where not clipped
+    "grpo": (
+        [HALF, HALF, -HALF],
+        -HALF * (1.28 / 4 + 0.6 / 4 - 1.25 / 2),
+        [0, -HALF * 0.6 / 4, HALF * 1.25 / 2],
+    ),
+    "dr_grpo": ([0.5, 0.5, -0.5], -0.5 / 8 * 0.63, [0, -0.5 * 0.6 / 8, 0.5 * 1.25 / 8]),
+    # DAPO: overlong_buffer is 0 here; a later test has it.
+    "dapo": ([HALF, HALF, -HALF], -HALF / 3 * 0.63, [0, -HALF * 0.6 / 3, HALF * 1.25 / 3]),
+    # GSPO: 0.949 is below 1.0004, so a is not clipped; nor is b, as min(-1.25, -1.0004) = -1.25. Each of a's
+    # tokens moves the ratio of both: d/dlogp = -(1/4 + 1/4) A MEAN / 2.
+    "gspo": (
+        [HALF, HALF, -HALF],
+        -HALF * (MEAN / 2 - 1.25 / 2),
+        [-HALF * MEAN / 4, -HALF * MEAN / 4, HALF * 1.25 / 2],
+    ),
+    # CISPO: no ratio is above 5; the loss is -1/3 sum of ratio A logp.
+    "cispo": (
+        [HALF, HALF, -HALF],
+        -HALF / 3 * (1.5 * LOGPS[0] + 0.6 * LOGPS[1] - 1.25 * LOGPS[2]),
+        [-HALF * 1.5 / 3, -HALF * 0.6 / 3, HALF * 1.25 / 3],
+    ),
+    "rloo": ([1, 1, -1], -1 / 8 * 0.63, [0, -0.6 / 8, 1.25 / 8]),  # 1 - 0 and 0 - 1
+    "reinforce_pp": (
+        [THIRD, THIRD, -2 * THIRD],
+        -THIRD / 3 * (1.28 + 0.6 - 2 * 1.25),
+        [0, -THIRD * 0.6 / 3, 2 * THIRD * 1.25 / 3],
+    ),
+    # rebn: two turns, 1 and 0
+    "rebn": ([HALF, HALF, -HALF], -HALF / 8 * 0.63, [0, -HALF * 0.6 / 8, HALF * 1.25 / 8]),
+    "reinforce": ([1, 1, 0], -1 / 8 * (LOGPS[0] + LOGPS[1]), [-1 / 8, -1 / 8, 0]),
+}
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_every_row_by_hand(mesh, algo):
+    advantages, expected, gradient = BY_HAND[algo]
+    flags = {"algo": algo, "group_size": 2, "max_new_tokens": 4}
+    samples = [episode(2, [1.0]), episode(1, [0.0])]
+    assert sum(advantages_of(samples, mesh, **flags), []) == pytest.approx(advantages, abs=1e-5)
+    loss, found, clipped = loss_of(samples, make_config(**flags), mesh, torch.tensor(LOGPS))
+    assert loss == pytest.approx(expected, abs=1e-5)
+    assert found == pytest.approx(gradient, abs=1e-5)
+    assert clipped == [gradient[0] == 0, False, False]
+
+
+def single(mesh, advantage: float, ratio: float, **flags) -> tuple[float, float, bool]:
+    """Loss, gradient and clip of one token of weight 1, log-prob -1 + log ratio, old log-prob -1."""
+    options = {name: flags.pop(name) for name in ("old", "entropy", "ref", "engine") if name in flags}
+    sample = episode(1, [1.0], advantage=advantage)
+    logprobs = torch.tensor([-1 + math.log(ratio)])
+    loss, gradient, clipped = loss_of([sample], make_config(**flags), mesh, logprobs, **options)
+    return loss, gradient[0], clipped[0]
+
+
+@pytest.mark.parametrize(
+    "advantage, ratio, flags, expected",  # loss, gradient, whether it is clipped
+    [
+        (1, 1.5, {"clip_high": 0.3}, (-1.3, 0, True)),
+        (1, 1.5, {"clip_high": 0.6}, (-1.5, -1.5, False)),
+        (-1, 0.5, {"clip_low": 0.2}, (0.8, 0, True)),
+        (-1, 0.5, {"clip_low": 0.6}, (0.5, 0.5, False)),
+        (-1, 5.0, {}, (5, 5, False)),  # min(-5, -1.28) = -5 has no bound,
+        (-1, 5.0, {"dual_clip": 3.0}, (3, 0, True)),  # with dual clip max(-5, 3 * -1)
+        (1, 0.5, {"dual_clip": 3.0}, (-0.5, -0.5, False)),  # which leaves A > 0 alone
+        # the weight is clipped at 5, the gradient is not removed
+        (2, 6.0, {"algo": "cispo"}, (-5 * 2 * (-1 + math.log(6)), -10, False)),
+        # The engine had the token at -1 - log 3, three times less likely than the old policy, or less than
+        # the cap.
+        (1, 1.0, {"tis_cap": 2.0, "engine": -1 - math.log(3)}, (-2, -2, False)),
+        (1, 1.0, {"tis_cap": 5.0, "engine": -1 - math.log(3)}, (-3, -3, False)),
+        (1, 1.0, {"tis_cap": 2.0, "engine": -1 - math.log(0.5)}, (-0.5, -0.5, False)),
+        # The reference had it at -1 - log 2: the gap g is log 2. k1 = g, k2 = g^2 / 2, k3 = exp(-g) - 1 + g;
+        # gradients 1, g, 1 - exp(-g) = 1/2. The surrogate adds -1 and -1.
+        (
+            1,
+            1.0,
+            {"kl_coef": 0.1, "kl_estimator": "k1", "ref": -1 - math.log(2)},
+            (-1 + 0.1 * math.log(2), -0.9, False),
+        ),
+        (
+            1,
+            1.0,
+            {"kl_coef": 0.1, "kl_estimator": "k2", "ref": -1 - math.log(2)},
+            (-1 + 0.05 * math.log(2) ** 2, -1 + 0.1 * math.log(2), False),
+        ),
+        (1, 1.0, {"kl_coef": 0.1, "ref": -1 - math.log(2)}, (-1 + 0.1 * (math.log(2) - 0.5), -0.95, False)),
+        (
+            1,
+            1.0,
+            {"kl_coef": 0.1, "kl_in": "reward", "ref": -3.0},
+            (-1, -1, False),
+        ),  # in the advantage instead
+        (1, 1.0, {"entropy_coef": 0.01, "entropy": 2.0}, (-1.02, -1 - 0.01 * 2 / -1, False)),
+        (1, 1.0, {"old": None}, (-1, -1, False)),  # on-policy
+    ],
+)
+def test_every_choice_of_the_loss_by_hand(mesh, advantage, ratio, flags, expected):
+    loss, gradient, clipped = single(mesh, advantage, ratio, **flags)
+    assert (loss, gradient) == pytest.approx(expected[:2], abs=1e-6) and clipped == expected[2]
+
+
+def test_the_level_of_the_ratio_by_hand(mesh):
+    # Two steps of 2 and 1 tokens with ratios 1.5, 0.6 | 1.25: a step's is the product 0.9 | 1.25, the
+    # sequence's the cube root of 1.125. With weights by step (1/2 each) and A = 1 the loss is -(0.9 / 2 +
+    # 1.25 / 2), and a token of the first step gets -0.9 / 2; with weights by sequence and its ratio q the
+    # loss is -q, and each token gets -q / 3.
+    sample = episode(3, [0.0, 1.0], turns=[0, 0, 1], advantage=1.0)
+    wide = {"clip_low": 0.9, "clip_high": 9.0, "group_size": 2}
+    config = make_config(ratio="step", aggregation="step", **wide)
+    loss, gradient, _ = loss_of([sample], config, mesh, torch.tensor(LOGPS))
+    assert loss == pytest.approx(-(0.9 + 1.25) / 2)
+    assert gradient == pytest.approx([-0.45, -0.45, -0.625])
+    loss, gradient, _ = loss_of([sample], make_config(ratio="sequence", **wide), mesh, torch.tensor(LOGPS))
+    q = 1.125 ** (1 / 3)
+    assert loss == pytest.approx(-q) and gradient == pytest.approx([-q / 3] * 3)
+
+
+@pytest.mark.parametrize(
+    "aggregation, expected",
+    [
+        ("sequence", [1 / 6] * 3 + [1 / 2]),
+        ("step", [1 / 6, 1 / 6, 1 / 3, 1 / 3]),
+        ("token", [1 / 4] * 4),
+        ("constant", [1 / 10] * 4),
+    ],
+)
+def test_weights_by_hand(mesh, aggregation, expected):
+    # Samples of 3 tokens (two turns: 2 and 1) and 1 token: 2 sequences, 3 steps, 4 tokens; at most 5 new
+    # tokens.
+    samples = [episode(3, [0.0, 0.0], turns=[0, 0, 1], advantage=1.0), episode(1, [0.0], advantage=1.0)]
+    for budget in (100, 4):  # in another micro-batch a token weighs the same
+        config = make_config(aggregation=aggregation, max_new_tokens=5, tokens_per_micro_batch=budget)
+        batches = make_trainer(config, mesh).micro_batches(samples)
+        assert len(batches) == (1 if budget == 100 else 2)
+        assert torch.cat([batch.weights for batch in batches]).tolist() == pytest.approx(expected)
+
+
+def test_advantages_by_hand(mesh):
+    # Two groups of two: rewards 1, 0 and 3, 3. A group of equal rewards carries no signal, exactly: the mean
+    # of 0.1, 0.1, 0.1 is not 0.1 in floating point.
+    samples = [episode(1, [reward]) for reward in (1.0, 0.0, 3.0, 3.0)]
+    assert advantages_of(samples, mesh, algo="dr_grpo", group_size=2) == [[0.5], [-0.5], [0.0], [0.0]]
+    assert advantages_of([episode(1, [0.1]) for _ in range(3)], mesh) == [[0.0]] * 3
+    found = advantages_of(samples, mesh, algo="rloo", group_size=4)
+    assert sum(found, []) == pytest.approx([1 - 2, 0 - 7 / 3, 3 - 4 / 3, 3 - 4 / 3])
+    # Without a baseline, --normalize group divides by the std of the group, sqrt(1/2), alone.
+    found = advantages_of(samples[:2], mesh, baseline="none", normalize="group")
+    assert sum(found, []) == pytest.approx([math.sqrt(2), 0], abs=1e-5)
+    # rebn with gamma 1/2: the turns of the first return 1 + 1/2 and 1, that of the second 0; their mean is
+    # 2.5 / 3, the deviations 2/3, 1/6, -5/6, the variance (4/9 + 1/36 + 25/36) / 2 = 7/12. Each token has its
+    # turn's.
+    turns = [episode(3, [1.0, 1.0], turns=[0, 0, 1]), episode(1, [0.0])]
+    scale = math.sqrt(12 / 7)
+    found = advantages_of(turns, mesh, algo="rebn", gamma=0.5)
+    assert sum(found, []) == pytest.approx([x * scale for x in (2 / 3, 2 / 3, 1 / 6, -5 / 6)], abs=1e-5)
+    # With a baseline a completion is one action: 1 + 1/2 against 0.
+    assert advantages_of(turns, mesh, algo="dr_grpo", gamma=0.5) == [[0.75] * 3, [-0.75]]
+
+
+def test_divergence_in_the_reward_by_hand(mesh):
+    # The engine had each token at -1, the reference at -1.5: k1 is 1/2 a token, of which 1/10 counts. From
+    # behind the returns are 1 - 0.05 and 1 - 0.1. A group sees the whole: 1 - 0.1 against 0 - 0.05.
+    def samples():
+        return [episode(2, [1.0], ref_logprob=-1.5), episode(1, [0.0], ref_logprob=-1.5)]
+
+    flags = {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"}
+    found = advantages_of(samples(), mesh, algo="reinforce", **flags)
+    assert sum(found, []) == pytest.approx([0.9, 0.95, -0.05])
+    found = advantages_of(samples(), mesh, algo="dr_grpo", **flags)
+    assert sum(found, []) == pytest.approx([0.475, 0.475, -0.475])
+
+
+def test_length_is_charged_to_the_advantage_but_not_to_the_reward(mesh):
+    # 10 tokens at most, of which the last 5 cost: 8 tokens pay 3/5, 4 tokens nothing. 1 - 0.6 against 0.
+    samples = [episode(8, [1.0]), episode(4, [0.0])]
+    found = advantages_of(samples, mesh, algo="dr_grpo", overlong_buffer=0.5, max_new_tokens=10)
+    assert sum(found, []) == pytest.approx([0.2] * 8 + [-0.2] * 4) and samples[0].reward == 1
+
+
+# --------------------------------------------- properties -----------------------------------------------
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_a_constant_on_all_rewards_changes_no_advantage(mesh, algo):
+    rewards = [0.0, 1.0, 0.25, 0.0, 1.0, 1.0, 0.5, 0.75]
+    found = []
+    for more in (0.0, 7.0):
+        samples = [episode(1 + i % 3, [reward + more]) for i, reward in enumerate(rewards)]
+        found.append(sum(advantages_of(samples, mesh, algo=algo, group_size=4), []))
+    if algo == "reinforce":  # the one without anything to compare with
+        assert found[0] != found[1]
+    else:
+        assert found[0] == pytest.approx(found[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_on_policy_every_gradient_is_that_of_reinforce(mesh, algo):
+    samples = [episode(1 + i % 3, [float(i % 2)]) for i in range(4)]
+    advantages = torch.tensor(sum(advantages_of(samples, mesh, algo=algo), []))
+    config = make_config(algo=algo, group_size=4)
+    logprobs = torch.randn(len(advantages), generator=torch.Generator().manual_seed(0)) - 2
+    _, gradient, clipped = loss_of(samples, config, mesh, logprobs, old=None)
+    weights = np.concatenate([sample.tokens["weight"][1:] for sample in samples])
+    # A sequence's tokens share what they get together, which is the same for all of them.
+    torch.testing.assert_close(
+        torch.tensor(gradient), -torch.tensor(weights) * advantages, rtol=1e-5, atol=1e-7
+    )
+    assert not any(clipped)
+
+
+# ----------------------------------------------- flags --------------------------------------------------
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"algo": "reinforce", "clip_high": 0.3}, "--clip_high 0.3 would have no effect"),
+        ({"algo": "reinforce", "ratio": "sequence"}, "--ratio sequence would have no effect"),
+        ({"algo": "cispo", "dual_clip": 3.0}, "--dual_clip 3.0 would have no effect"),
+        ({"dual_clip": 0.5}, "--dual_clip must be"),
+        ({"kl_estimator": "k1"}, "--kl_coef is 0"),
+        ({"kl_in": "reward"}, "--kl_coef is 0"),
+        ({"algo": "rebn", "dynamic_sampling": 2}, "--dynamic_sampling 2 would have no effect"),
+        ({"algo": "dapo", "max_turns": 3}, "--overlong_buffer must be 0"),
+        ({"overlong_buffer": 2.0}, "--overlong_buffer is"),
+        ({"gamma": -0.1}, "--gamma must be 0 or more"),
+        ({"algo": "rebn", "normalize_std": True, "normalize": "turns"}, "--normalize_std contradicts"),
+    ],
+)
+def test_flags_that_misfit_are_refused(flags, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make_config(**flags)
+
+
+def test_a_flag_that_is_given_wins_over_the_row():
+    config = make_config(algo="gspo", clip_high=0.1)
+    assert (config.ratio, config.clip_low, config.clip_high) == ("sequence", 3e-4, 0.1)
+    assert not make_config(algo="dapo", mask_truncated=False).mask_truncated
+    assert make_config(algo="dapo", aggregation="sequence").aggregation == "sequence"
+    assert make_config(normalize_std=False).normalize == "none"
+    assert make_config(algo="rloo", normalize_std=True).normalize == "group"
+    assert make_config().normalize_std and not make_config(algo="dr_grpo").normalize_std
+    assert make_config(algo="rebn", group_size=1).compares_groups is False
+
+
+def test_flags_parse():
+    arguments = "--algo dapo --mask_truncated False --aggregation step --gamma 0.5 --model x".split()
+    config = train.parse_flags(AlgorithmConfig, arguments)
+    assert (config.mask_truncated, config.aggregation, config.gamma) == (False, "step", 0.5)
+    assert (config.dynamic_sampling, config.clip_low) == (4, 0.2)
+
+
+# ---------------------------------------------- rollout -------------------------------------------------
+def drawing_trainer(mesh, draws: list, **flags):
+    """A Trainer whose rollouts have these rewards, group by group."""
+
+    class Drawn(AlgorithmTrainer):
+        def sample(self, dataset, prompts, group_size, temperature):
+            samples = []
+            for (place, _), rewards in zip(prompts, draws[self.draws - 1]):
+                for i, reward in enumerate(rewards):
+                    sample = episode(1, [float(reward or 0)])
+                    sample.key = (place, i)
+                    sample.failure = "failed" if reward is None else ""
+                    samples.append(sample)
+            return samples
+
+    config = make_config(group_size=2, prompts_per_step=2, **flags)
+    trainer = make_trainer(config, mesh, Drawn)
+    trainer.engine = None
+    trainer.draws = 0
+    trainer.data = range(3)
+    trainer.prompts = []
+    return trainer
+
+
+@pytest.mark.parametrize("more, expected, used", [(0, [0], 1), (1, [0], 2), (2, [0, 4], 3), (9, [0, 4], 3)])
+def test_dynamic_sampling_replaces_groups_without_signal(mesh, more, expected, used):
+    # Draw 1 has one group that differs, draw 2 none, draw 3 both: with 2 more draws the step is full of
+    # those.
+    draws = [[[1, 0], [1, 1]], [[0, 0], [0, 0]], [[0, 1], [1, 0]], [[1, 0], [0, 1]]]
+    trainer = drawing_trainer(mesh, draws, dynamic_sampling=more)
+    samples = trainer.rollout()
+    places = sorted({sample.key[0] for sample in samples})
+    assert len(samples) == 4 and trainer.draws == used
+    assert places == (expected if len(expected) == 2 else [0, 1])
+    assert len({row for _, row in trainer.prompts[:3]}) == 3  # an epoch has each row once
+
+
+def test_dynamic_sampling_fills_each_update_and_keeps_failures(mesh):
+    # The group of the second update carries no signal: only a group for that update replaces it.
+    trainer = drawing_trainer(
+        mesh, [[[1, 0], [1, 1]], [[1, 0], [0, 1]]], dynamic_sampling=1, updates_per_step=2
+    )
+    assert {sample.key[0] for sample in trainer.rollout()} == {0, 3}
+    trainer = drawing_trainer(mesh, [[[1, 0], [None, 1]]], dynamic_sampling=1)  # a failure is not drawn again
+    assert {sample.key[0] for sample in trainer.rollout()} == {0, 1}
+
+
+def test_truncated_completions_leave_no_gradient(mesh):
+    samples = [episode(1 + i, [1.0], advantage=1.0) for i in range(4)]
+    for sample in samples[::2]:
+        sample.truncated = True
+    trainer = make_trainer(make_config(mask_truncated=True, aggregation="token", group_size=2), mesh)
+    (batch,) = trainer.micro_batches(samples)
+    assert not any(sample.truncated for sample in batch.samples)
+    assert batch.weights.tolist() == pytest.approx([1 / 6] * 6)  # 2 + 4 tokens
+    for sample in samples:
+        sample.truncated = True
+    (filler,) = trainer.micro_batches(samples)
+    assert filler.samples == [] and not filler.weights.any() and len(filler.owners) == len(filler.steps) == 1
+
+
+@pytest.mark.parametrize(
+    "found, rewards, failure",
+    [
+        (2.0, [0.0, 2.0], ""),
+        ([1, 2], [1.0, 2.0], ""),
+        ([1.0], None, "1 rewards for 2 turns"),
+        (math.nan, None, "nan"),
+    ],
+)
+def test_rewards_are_one_per_turn(mesh, found, rewards, failure):
+    trainer = make_trainer(make_config(), mesh)
+    trainer.reward_fn = lambda sample: found
+    sample = episode(2, [])
+    sample.turns = ["a", "b"]
+    if failure:
+        with pytest.raises(ValueError, match=failure):
+            asyncio.run(trainer.score(sample))
+    else:
+        asyncio.run(trainer.score(sample))
+        assert sample.rewards == rewards and sample.reward == sum(rewards)
+
+
+# ------------------------------------------- slow references --------------------------------------------
+# Formulas of the papers of those rows that TRL does not have, one sample and one token at a time. S is a list
+# of samples with turns (rewards) and tokens (turn, logp, old, ref and, for critics, value).
+def papers_advantages(algo: str, S: list, gamma: float, lam: float, beta: float) -> list[list[float]]:
+    """For each sample those of its tokens, not yet normalized over the batch."""
+    found = []
+    for i, s in enumerate(S):
+        K = len(s.rewards)
+        R = [sum(gamma ** (k - j) * s.rewards[k] for k in range(j, K)) for j in range(K)]
+        if algo == "rloo":  # arXiv:2402.14740 eq. 8, all samples of one prompt
+            others = [sum(o.rewards) for j, o in enumerate(S) if j != i]
+            found.append([sum(s.rewards) - fmean(others)] * len(s.tokens))
+        elif algo == "reinforce_pp":  # arXiv:2501.03262: A_t = r - beta sum_{i >= t} KL(i)
+            kl = [t.old - t.ref for t in s.tokens]
+            found.append([sum(s.rewards) - beta * sum(kl[t:]) for t in range(len(kl))])
+        elif algo in ("rebn", "reinforce"):  # arXiv:2510.01051: the return of the turn
+            found.append([R[t.turn] for t in s.tokens])
+        elif algo == "ppo":  # arXiv:1506.02438 eq. 16: sum_l (gamma lambda)^l delta_t+l
+            n = len(s.tokens)
+            last = [t == n - 1 or s.tokens[t + 1].turn != token.turn for t, token in enumerate(s.tokens)]
+            V = [t.value for t in s.tokens] + [0.0]
+            delta = [last[t] * s.rewards[s.tokens[t].turn] + gamma * V[t + 1] - V[t] for t in range(n)]
+            found.append([sum((gamma * lam) ** (k - t) * delta[k] for k in range(t, n)) for t in range(n)])
+        elif algo == "appo":  # the same over turns, whose value is that of their first token
+            V = [next(t.value for t in s.tokens if t.turn == k) for k in range(K)] + [0.0]
+            delta = [s.rewards[k] + gamma * V[k + 1] - V[k] for k in range(K)]
+            A = [sum((gamma * lam) ** (k - j) * delta[k] for k in range(j, K)) for j in range(K)]
+            found.append([A[t.turn] for t in s.tokens])
+        else:  # tppo: turn by turn from behind; gamma and reward at a turn's last token only
+            V = [t.value for t in s.tokens] + [0.0]
+            gae = 0.0
+            A = {}
+            for k in reversed(range(K)):
+                tokens = [t for t, token in enumerate(s.tokens) if token.turn == k]
+                for t in reversed(tokens):
+                    if t == tokens[-1]:
+                        gae = s.rewards[k] + gamma * V[t + 1] - V[t] + gamma * lam * gae
+                    else:
+                        gae = V[t + 1] - V[t] + lam * gae
+                    A[t] = gae
+            found.append([A[t] for t in range(len(s.tokens))])
+    return found
+
+
+def papers_loss(
+    algo: str, S: list, A: list[list[float]], low: float, high: float, longest: int
+) -> torch.Tensor:
+    """The surrogate, summed as each paper sums it."""
+
+    def clipped(ratio, advantage):
+        return -torch.min(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+    def term(t, x):
+        return -t.logp * x if algo == "reinforce" else clipped(torch.exp(t.logp - t.old), x)
+
+    if (
+        algo == "appo"
+    ):  # OpenR: a turn has one ratio, exp(sum of new - sum of old), and all turns weigh the same
+        terms = []
+        for s, a in zip(S, A):
+            for k in range(len(s.rewards)):
+                tokens = [(t, x) for t, x in zip(s.tokens, a) if t.turn == k]
+                ratio = torch.exp(sum(t.logp for t, _ in tokens) - sum(t.old for t, _ in tokens))
+                terms.append(clipped(ratio, tokens[0][1]))
+        return sum(terms) / len(terms)
+    terms = [[term(t, x) for t, x in zip(s.tokens, a)] for s, a in zip(S, A)]
+    if algo in ("rloo", "rebn", "reinforce"):
+        return sum(map(sum, terms)) / (len(S) * longest)
+    if algo == "ppo":  # Oat: the mean over a completion's tokens, then over completions
+        return sum(sum(term) / len(term) for term in terms) / len(S)
+    return sum(map(sum, terms)) / sum(map(len, terms))
+
+
+def papers_case(algo: str):
+    """Samples S, their log-probs, old and reference log-probs, and values [N]."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = [[2, 3], [4], [1, 1, 2], [3, 2], [6], [2, 2, 2, 1]]  # turns of each sample, in tokens
+    if algo == "reinforce_pp":  # its paper knows single turns only
+        lengths = [[sum(turns)] for turns in lengths]
+    flat = [(i, k) for i, turns in enumerate(lengths) for k, n in enumerate(turns) for _ in range(n)]
+    logps, noise, other, values = (torch.randn(len(flat), generator=generator) for _ in range(4))
+    logps = (0.7 * logps - 1.5).requires_grad_()
+    old = logps.detach() + 0.3 * noise
+    ref = logps.detach() + 0.3 * other
+    S = []
+    for i, turns in enumerate(lengths):
+        rewards = torch.randn(len(turns), generator=generator).tolist()
+        tokens = []
+        for n, (j, k) in enumerate(flat):
+            if j == i:
+                numbers = {"old": old[n].item(), "ref": ref[n].item(), "value": values[n].item()}
+                tokens.append(SimpleNamespace(turn=k, logp=logps[n], **numbers))
+        S.append(SimpleNamespace(rewards=rewards, tokens=tokens))
+    return S, logps, old
+
+
+def normalized(algo: str, S: list, A: list[list[float]]) -> list[list[float]]:
+    """Advantages over the mean and std of all tokens, or of all turns."""
+    once = []
+    for s, a in zip(S, A):
+        for t, x in enumerate(a):
+            if algo not in ("rebn", "appo") or t == 0 or s.tokens[t].turn != s.tokens[t - 1].turn:
+                once.append(x)
+    return [[(x - fmean(once)) / stdev(once) for x in a] for a in A]
+
+
+def our_samples(S: list) -> list[Sample]:
+    samples = []
+    for s in S:
+        numbers = {"ref_logprob": "ref", "logprob": "old", "value": "value", "turn": "turn"}
+        columns = {ours: [getattr(t, theirs) for t in s.tokens] for ours, theirs in numbers.items()}
+        turns = columns.pop("turn")
+        samples.append(episode(len(s.tokens), s.rewards, turns, **columns))
+    number_groups(samples, len(S))
+    return samples
+
+
+@pytest.mark.parametrize("algo", ["rloo", "reinforce_pp", "rebn", "reinforce", "ppo", "appo", "tppo"])
+def test_loss_and_gradient_equal_those_of_the_papers(mesh, algo):
+    from recipes.ppo import CRITICS, PPO, PPOConfig
+
+    gamma = 1.0 if algo in ("rloo", "reinforce_pp") else 0.9
+    S, logps, old = papers_case(algo)
+    A = papers_advantages(algo, S, gamma, lam=0.8, beta=0.3)
+    if algo in ("reinforce_pp", "rebn", *CRITICS):
+        A = normalized(algo, S, A)
+    expected = papers_loss(algo, S, A, 0.2, 0.28, 11)
+    (expected_gradient,) = torch.autograd.grad(expected, logps)
+
+    samples = our_samples(S)
+    flags = {"group_size": len(S), "max_new_tokens": 11, "gamma": gamma, "engine": "local", "device": "cpu"}
+    if algo in CRITICS:
+        config = PPOConfig(critic=algo, gae_lambda=0.8, **flags)
+        trainer = make_trainer(config, mesh, PPO)
+        trainer.critic = SimpleNamespace(model=SimpleNamespace(values=None))
+        trainer.line_ends = []
+        trainer.store_values = lambda *arguments: None  # they are there
+    else:
+        flags |= {"kl_coef": 0.3} if algo == "reinforce_pp" else {}
+        config = AlgorithmConfig(algo=algo, **flags)
+        trainer = make_trainer(config, mesh)
+    trainer.compare(samples)
+    config.kl_coef = 0.0  # it was in the reward
+    loss, gradient, _ = loss_of(samples, config, mesh, logps.detach(), old=old)
+    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+    torch.testing.assert_close(torch.tensor(gradient), expected_gradient, rtol=1e-5, atol=1e-5)
+
+
+# TRL, where it is installed, and its names for ours
+TRL = {
+    "grpo": {"loss_type": "grpo"},
+    "dr_grpo": {"loss_type": "dr_grpo"},
+    "dapo": {"loss_type": "dapo"},
+    "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+    "cispo": {"loss_type": "cispo"},
+    "bnpo": {"loss_type": "bnpo"},
+    "dual clip": {"loss_type": "grpo", "delta": 3.0},
+    "kl": {"loss_type": "dapo", "beta": 0.1},
+    "tis": {"loss_type": "grpo", "use_vllm": True},
+}
+OURS = {
+    "gspo": {"algo": "gspo", "clip_low": 0.2, "clip_high": 0.28},
+    "dual clip": {"dual_clip": 3.0},
+    "bnpo": {"aggregation": "token"},
+    "kl": {"algo": "dapo", "kl_coef": 0.1},
+    "tis": {"tis_cap": 2.0},
+}
+
+
+def trl_trainer(case: str, logps: torch.Tensor, config) -> SimpleNamespace:
+    """What TRL's _compute_loss needs of a GRPOTrainer."""
+    flags = dict(TRL[case])
+    arguments = {
+        "use_bias_correction_kl": False,
+        "delta": flags.pop("delta", None),
+        "steps_per_generation": 1,
+    }
+    options = {
+        "_get_per_token_logps_and_entropies": lambda *_, **__: (logps, torch.zeros_like(logps), None),
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "importance_sampling_level": "token",
+        "beta": 0.0,
+        "args": SimpleNamespace(**arguments),
+        "epsilon_low": config.clip_low,
+        "epsilon_high": 1 + config.clip_high if case == "cispo" else config.clip_high,
+        "use_vllm": False,
+        "vllm_importance_sampling_correction": True,
+        "model": SimpleNamespace(training=True),
+        "current_gradient_accumulation_steps": 1,
+        "max_completion_length": 11,
+        "_entropy_bonus_enabled": False,
+        "accelerator": SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
+        "_metrics": {"train": defaultdict(list)},
+    }
+    return SimpleNamespace(**options | flags)
+
+
+@pytest.mark.parametrize("case", TRL)
+def test_loss_and_gradient_equal_those_of_trl(mesh, case):
+    trl = pytest.importorskip("trl")
+    generator = torch.Generator().manual_seed(3)
+    lengths = [5, 1, 3, 8, 2, 8]
+    mask = torch.tensor([[1] * n + [0] * (8 - n) for n in lengths])
+    logps = (torch.randn(6, 8, generator=generator) * 0.7 - 1.5).requires_grad_()
+    old, ref, engine = (logps.detach() + 0.5 * torch.randn(6, 8, generator=generator) for _ in range(3))
+    advantages = torch.randn(6, generator=generator)
+    config = make_config(**OURS.get(case, {"algo": case}), max_new_tokens=11)
+    inputs = {
+        "prompt_ids": mask[:, :1],
+        "prompt_mask": mask[:, :1],
+        "completion_ids": mask,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "num_items_in_batch": mask.sum(),
+        "importance_sampling_ratio": (old - engine).exp().clamp(max=2.0),
+    }
+    theirs = trl.GRPOTrainer._compute_loss(trl_trainer(case, logps, config), None, inputs)
+    (expected,) = torch.autograd.grad(theirs, logps)
+    samples = [episode(n, [0.0], advantage=advantage) for n, advantage in zip(lengths, advantages.tolist())]
+    real = mask.bool()
+    others = {"old": old[real], "ref": ref[real], "engine": engine[real]}
+    loss, gradient, _ = loss_of(samples, config, mesh, logps[real], **others)
+    assert loss == pytest.approx(theirs.item(), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(torch.tensor(gradient), expected[real], rtol=1e-5, atol=1e-6)
+
+
+# ----------------------------------------------- units --------------------------------------------------
+def test_units_are_numbered_over_all_samples():
+    owners, steps = number_units(
+        [episode(3, [0, 0], turns=[0, 0, 1]), episode(1, [0]), episode(2, [0, 0], [0, 1])]
+    )
+    assert owners.tolist() == [0, 0, 0, 1, 2, 2] and steps.tolist() == [0, 0, 1, 2, 3, 4]
+    assert [len(unit) for unit in number_units([])] == [0, 0]  # a rank may have no groups
+
+
+def test_a_rank_without_groups_takes_part(mesh):
+    for algo in ("grpo", "rebn", "reinforce_pp"):
+        trainer = make_trainer(make_config(algo=algo), mesh)
+        trainer.compare([])
+        assert len(trainer.micro_batches([])) == 1
+
+
+# ----------------------------------------------- ranks --------------------------------------------------
+def split_over_ranks(rank: int, ranks: int, folder: str):
+    """For each row the advantages and weights of this rank's tokens, by sample; written to a file."""
+    if dist.is_initialized():  # of the parent, whose connections a fork does not share
+        dist.distributed_c10d._world.pg_map.clear()
+        dist.distributed_c10d._update_default_pg(None)
+    store = dist.FileStore(f"{folder}/store-{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    found = {}
+    for algo in ALGORITHMS:
+        config = make_config(algo=algo, group_size=2, aggregation="step" if algo == "rebn" else None)
+        lengths = [[1 + i % 3] * (1 + i % 2) for i in range(12)]  # tokens of each turn
+        samples = []
+        for i, turns in enumerate(lengths):
+            numbers = [k for k, n in enumerate(turns) for _ in range(n)]
+            samples.append(
+                episode(len(numbers), [float((i * k) % 5) for k in range(1, 1 + len(turns))], numbers)
+            )
+        number_groups(samples, 2)
+        mine = [sample for sample in samples if sample.key[0] % ranks == rank]
+        mesh = {"dp": SimpleNamespace(get_group=lambda: None)}
+        trainer = make_trainer(config, mesh)
+        trainer.compare(mine)
+        trainer.micro_batches(mine)
+        for sample in mine:
+            values = [sample.tokens["advantage"].tolist(), sample.tokens["weight"].tolist()]
+            found[f"{algo} {sample.key}"] = values
+    Path(f"{folder}/{ranks}-{rank}.json").write_text(json.dumps(found))
+
+
+def test_no_row_depends_on_the_number_of_ranks(tmp_path):
+    found = []
+    for ranks in (1, 2, 3):
+        arguments = (ranks, str(tmp_path))
+        torch.multiprocessing.start_processes(split_over_ranks, arguments, ranks, start_method="fork")
+        parts = [json.loads((tmp_path / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+        found.append({key: values for part in parts for key, values in part.items()})
+    assert len(found[0]) == 12 * len(ALGORITHMS)
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for key, values in other.items():
+            assert sum(values, []) == pytest.approx(sum(found[0][key], []), abs=1e-6), key

@@ -1,0 +1,437 @@
+"""Tests of extras/checkpoint.py. Most train in this very process, a few steps of the embedded job."""
+
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import train
+from bench import kills
+from extras import checkpoint as module
+from extras import monitor
+from extras.checkpoint import (
+    Lock,
+    Stop,
+    add_saved_flags,
+    checkpoints,
+    claim_run,
+    find_flag,
+    load_checkpoint,
+    random_states,
+    read_state,
+    restore_logs,
+    save_checkpoint,
+    set_random_states,
+)
+from tests.conftest import ENVIRONMENT, HERE, alone, make_trainer, random_model, run
+from train import Config, UserError
+
+SMALL = ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "32", "--steps", "4"]
+SMALL += ["--eval_every", "2", "--eval_data", str(HERE / "assets/countdown/test.jsonl") + ":train[:8]"]
+EQUAL = {"metrics": 0, "samples": 0, "tensors": 0}
+logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)  # pages of it for a failed test
+interruptions = []  # signals to send to this process from a reward of the fourth rollout
+
+
+def reward_fn(sample) -> float:
+    """A reward that draws from every generator that a checkpoint restores."""
+    if interruptions and sample.key[0] >= 12:  # rows of the evaluation end at 7
+        os.kill(os.getpid(), interruptions.pop())
+    noise = random.random() + np.random.rand() + torch.rand(()).item()
+    return train.reward_fn(sample) + 0.1 * noise
+
+
+def make(*arguments):
+    """A trainer in this process, alone, for a command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        mesh = alone()
+        patch.setattr(train, "init_distributed", lambda config: mesh)
+        patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+        trainer_class = module.extend(monitor.extend(train.Trainer))
+        config = train.parse_flags(Config, sys.argv[1:])
+        return trainer_class(config, train.RLDataset, reward_fn, train.env_step)
+
+
+def fit(*arguments):
+    """Trains in this process. Returns the trainer."""
+    trainer = make(*arguments)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        trainer.fit()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of four steps with a checkpoint after the second and the fourth. Not to be changed."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    fit(*SMALL, "--save_every", 2, "--output_dir", folder)
+    return folder
+
+
+def differences(one, other) -> dict[str, int]:
+    return kills.count_differences(kills.read_run(one), kills.read_run(other))
+
+
+# ---- Resume ----------------------------------------------------------------------------------------------
+def test_a_checkpoint_is_complete_and_holds_no_code(saved):
+    assert [path.name for path in checkpoints(saved)] == ["checkpoint-2", "checkpoint-4"]
+    assert not (saved / "partial").exists()
+    folder = saved / "checkpoint-4"
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors", ".jinja"}
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template
+    final = AutoModelForCausalLM.from_pretrained(saved / "model").state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, final[name]), name
+    state = read_state(folder)
+    assert (state["step"], state["draws"], state["version"]) == (4, 4, 5)
+    assert state["updates"] == {"actor": 8}  # --updates_per_step of the embedded job is 2
+    assert len(kills.read_tensors(saved)) > 100
+
+
+def test_a_branch_equals_its_run_to_the_bit(tmp_path, saved):
+    trainer = fit("--resume", saved / "checkpoint-2", "--output_dir", tmp_path / "branch")
+    assert differences(saved, tmp_path / "branch") == EQUAL
+    assert trainer.config.prompts_per_step == 4 and trainer.config.save_every == 2
+    assert trainer.monitor.state() == read_state(saved / "checkpoint-4")["monitor"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_ended_by_a_signal_saves_and_resumes(tmp_path, saved, capsys, number):
+    """The fourth rollout is dropped, and leaves no trace in the resumed run."""
+    folder = tmp_path / "run"
+    set_random_states(read_first_states())
+    interruptions.append(number)
+    fit(*SMALL, "--save_every", 2, "--output_dir", folder)
+    assert f"{number.name}: ended after step 3; --resume {folder} continues" in capsys.readouterr().out
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-2", "checkpoint-3"]
+    assert not (folder / "model").exists()
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 4
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("what a run wrote after its last checkpoint is cut off\n")
+    fit("--resume", "auto", "--output_dir", folder)
+    assert differences(saved, folder) == EQUAL
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-3", "checkpoint-4"]
+
+
+def read_first_states() -> dict:
+    """The random states that the fixture `saved` begins with."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    return json.loads(json.dumps(random_states()))
+
+
+def test_random_states_survive_json():
+    before = json.loads(json.dumps(random_states()))
+
+    def draw():
+        return random.random(), np.random.rand(), random.gauss(0, 1), np.random.randn(), torch.rand(()).item()
+
+    first = draw()
+    set_random_states(before)
+    assert draw() == first
+
+
+def test_resuming_adds_the_saved_flags_before_those_given_now(saved):
+    arguments = ["--lr", "1", f"--resume={saved}", "--no_normalize_std", "--temperature=0.5"]
+    found = train.parse_flags(Config, add_saved_flags(arguments))
+    assert (found.prompts_per_step, found.steps, found.save_every) == (4, 4, 2)  # saved
+    assert (found.lr, found.normalize_std, found.temperature) == (1.0, False, 0.5)  # given now
+    assert (found.output_dir, found.resume) == ("", str(saved))
+    assert add_saved_flags(["--lr", "1"]) == ["--lr", "1"]
+    assert find_flag("resume", ["--resume", "a", "--resume=b"]) == "b"
+    assert find_flag("resume", ["--resume"]) == find_flag("resume", []) == ""
+
+
+def test_the_learning_rate_follows_the_flags_given_now(tmp_path, saved):
+    trainer = make("--resume", saved, "--output_dir", tmp_path / "run", "--lr", "1", "--warmup_steps", "16")
+    assert trainer.actor.optimizer.param_groups[0]["lr"] == pytest.approx(8 / 16)  # after 8 updates
+    trainer.lock.release()
+
+
+def test_auto_starts_a_run_without_checkpoints_anew(tmp_path, saved):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (folder / name).write_text("of a run that was killed before its first checkpoint\n")
+    set_random_states(read_first_states())
+    fit(*SMALL, "--save_every", 2, "--output_dir", folder, "--resume", "auto")
+    assert differences(saved, folder) == EQUAL
+
+
+# ---- What cannot be resumed ------------------------------------------------------------------------------
+def claim(resume="", output_dir="") -> tuple:
+    """Settles the folder of a run. Returns it, the checkpoint, and whether the last holder was killed."""
+    config = SimpleNamespace(resume=str(resume), output_dir=str(output_dir))
+    lock, checkpoint = claim_run(config)
+    unfinished = bool(lock.unfinished)
+    lock.release()
+    return config.output_dir, checkpoint, unfinished
+
+
+def test_no_run_is_written_over(tmp_path, saved, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert re.fullmatch(r"runs/[\d_-]+", claim()[0])
+    with pytest.raises(UserError, match="checkpoint-4 is later and would be lost"):
+        claim(saved / "checkpoint-2")
+    assert claim(saved / "checkpoint-2", "branch") == ("branch", saved / "checkpoint-2", False)
+    assert claim(saved) == claim("auto", saved) == (str(saved), saved / "checkpoint-4", False)
+    for resume in ("", saved):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other/metrics.jsonl").touch()
+        with pytest.raises(UserError, match="--output_dir other already holds a run"):
+            claim(resume, "other")
+    assert claim("auto", "other") == ("other", None, False)  # it never reached a checkpoint
+    (tmp_path / "other/model").mkdir()  # but this one was finished
+    for _ in range(2):
+        with pytest.raises(UserError, match="already holds a run"):
+            claim("auto", "other")
+    (tmp_path / "other/lock").write_text("1 on host")  # no: it was killed as it exported the model
+    assert claim("auto", "other") == ("other", None, True)
+    with pytest.raises(UserError, match="is neither a checkpoint nor a run"):
+        claim(tmp_path)
+    with pytest.raises(UserError, match="looks for checkpoints in --output_dir: set it, too"):
+        claim("auto")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file/run is not writable: Not a directory"):
+        claim("", "file/run")
+
+
+def test_damage_ends_in_one_line(tmp_path, saved, mesh):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    newest = copy / "checkpoint-4"
+    (shard,) = (newest / "state").iterdir()
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    message = (
+        f"checkpoint-4 is damaged: state/{shard.name} has .* bytes instead of {len(content)}; .*checkpoint-2"
+    )
+    with pytest.raises(UserError, match=message):
+        add_saved_flags(["--resume", str(copy)])
+    actor = make_trainer(Config(model="assets/tiny", device="cpu"), mesh).actor
+    state = json.loads((newest / "state.json").read_text())
+    shard.write_bytes(b"\xff" * len(content))  # as long as it was
+    with pytest.raises(UserError, match="checkpoint-4 is damaged"):
+        load_checkpoint(newest, state, {"actor": actor})
+    shard.unlink()
+    with pytest.raises(UserError, match="checkpoint-4 is damaged: .*No such file"):
+        read_state(newest)
+    for content in ("{", "[]", "{}"):
+        (newest / "state.json").write_text(content)
+        with pytest.raises(UserError, match="checkpoint-4 is damaged"):
+            read_state(newest)
+    assert read_state(copy / "checkpoint-2")["step"] == 2
+    with pytest.raises(UserError, match="metrics.jsonl has .* bytes, less than the 1000000"):
+        restore_logs(saved, copy, {"metrics.jsonl": 1000000})
+
+
+def test_a_checkpoint_of_another_model_ends_in_one_line(tmp_path, saved, mesh):
+    folder = random_model(tmp_path / "other", "qwen3", tied=True)
+    actor = make_trainer(Config(model=str(folder), device="cpu"), mesh).actor
+    state = read_state(saved / "checkpoint-4")
+    with pytest.raises(
+        UserError, match="is of another model: its actor.weight.model.embed_tokens.weight is "
+    ):
+        load_checkpoint(saved / "checkpoint-4", state, {"actor": actor})
+    with pytest.raises(UserError, match="is of another model or recipe: it has no critic.weight"):
+        load_checkpoint(saved / "checkpoint-4", state, {"critic": actor})
+
+
+def test_a_full_disk_leaves_earlier_checkpoints_intact(tmp_path, saved, mesh):
+    copy = tmp_path / "copy"
+    shutil.copytree(saved, copy)
+    actor = make_trainer(Config(model="assets/tiny", device="cpu"), mesh).actor
+    state = {"step": 5, "random": {}}
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = (saved / "model/model.safetensors").stat().st_size + 1000  # enough for the model, not for Adam
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, unlimited[1]))
+    try:
+        with pytest.raises(UserError, match="partial could not be written: .*Earlier checkpoints are intact"):
+            save_checkpoint(copy, state, {"actor": actor}, lambda to: actor.save("assets/tiny", to))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert not (copy / "partial").exists()
+    assert [path.name for path in checkpoints(copy)] == ["checkpoint-2", "checkpoint-4"]
+    assert read_state(copy / "checkpoint-4")["step"] == 4
+    (copy / "partial").mkdir()  # as a run leaves it that was killed
+    save_checkpoint(copy, state, {"actor": actor}, lambda to: actor.save("assets/tiny", to))
+    assert [path.name for path in checkpoints(copy)] == ["checkpoint-4", "checkpoint-5"]
+
+
+# ---- Lock ------------------------------------------------------------------------------------------------
+def in_child(action) -> int:
+    """Forks a process that runs an action and sleeps. Returns its id once the action is done."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        action()
+        os.write(writing, b".")
+        time.sleep(60)
+        os._exit(0)
+    os.read(reading, 1)
+    return pid
+
+
+def end(pid: int):
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_lock_keeps_others_out_while_its_holder_lives(tmp_path):
+    folder = tmp_path / "run"
+    holder = in_child(lambda: setattr(module, "held_by_the_child", Lock(folder)))
+    try:
+        with pytest.raises(UserError, match=f"--output_dir {folder} is in use by process {holder} on "):
+            Lock(folder)
+        with pytest.raises(UserError, match="is in use by process"):
+            claim("auto", folder)
+        Lock(tmp_path / "another").release()
+    finally:
+        end(holder)
+    lock = Lock(folder)
+    assert lock.unfinished.startswith(f"{holder} on ")
+    lock.undo()
+    assert not folder.exists()  # nothing else was in it
+    Lock(folder).release()
+    lock = Lock(folder)
+    assert lock.unfinished == ""
+    child = in_child(lambda: None)  # a process that the holder started
+    lock.file.close()  # as when the holder is killed
+    Lock(folder).release()
+    end(child)
+
+
+# ---- Signals ---------------------------------------------------------------------------------------------
+def test_a_second_signal_ends_the_process_after_a_moment(monkeypatch, mesh):
+    codes = []
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(module.os, "_exit", codes.append)
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock.now)
+    stop = Stop()
+    stop.check()  # nothing happened
+    stop.handle(signal.SIGINT, None)
+    clock.now += 1.9  # what a launcher forwards
+    stop.handle(signal.SIGTERM, None)
+    assert codes == [] and stop.signal == signal.SIGINT
+    with pytest.raises(module.Stopped, match="SIGINT"):
+        stop.check()
+    clock.now += 0.2
+    stop.handle(signal.SIGTERM, None)
+    assert codes == [128 + signal.SIGTERM]
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 300):
+    start = time.monotonic()
+    while not condition():
+        assert process.poll() is None and time.monotonic() - start < seconds
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_ctrl_c_to_torchrun_saves_and_a_second_run_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=2",
+        "train.py",
+    ]
+    with (tmp_path / "log").open("w+") as log:
+        options = {"cwd": HERE, "env": ENVIRONMENT, "stdout": log, "stderr": log, "start_new_session": True}
+        flags = [*SMALL, "--steps", "400", "--output_dir", str(folder)]
+        process = subprocess.Popen([*launcher, *flags], **options)
+        metrics = folder / "metrics.jsonl"
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, process)
+        done = run("train.py", *flags, "--resume", "auto")
+        assert done.returncode == 2
+        assert re.fullmatch(
+            rf"train.py: --output_dir {folder} is in use by process \d+ on .*; wait for its end",
+            done.stderr.splitlines()[-1],
+        )
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does; torchrun forwards it once more
+        process.wait(timeout=60)
+        log.seek(0)
+        assert "ended after step" in log.read()
+    (checkpoint,) = checkpoints(folder)
+    step = read_state(checkpoint)["step"]
+    assert len(metrics.read_text().splitlines()) == step + 1
+    done = run("train.py", "--resume", folder, "--steps", step + 1, processes=2)
+    assert done.returncode == 0 and f"step {step + 1} |" in done.stdout, done.stderr[-3000:]
+
+
+# ---- Several processes -----------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--lr_schedule", "cosine"),
+        ("--dp_replicate", 2, "--kl_coef", 0.01),  # replicas; a reference model, which is the initial policy
+    ],
+)
+def test_a_branch_of_two_processes_equals_its_run_to_the_bit(tmp_path, flags):
+    whole, branch = tmp_path / "run", tmp_path / "branch"
+    done = run("train.py", *SMALL, *flags, "--save_every", 2, "--output_dir", whole, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = run("train.py", "--resume", whole / "checkpoint-2", "--output_dir", branch, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert differences(whole, branch) == EQUAL
+    assert len(kills.read_run(whole)["metrics"]) == 5
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_with_other_numbers_of_ranks(tmp_path):
+    """Saved by 2 x 2 tensor-parallel ranks, resumed by 1 and by 4 without tensor parallelism."""
+    whole = tmp_path / "run"
+    flags = ["--save_every", 2, "--tp_size", 2, "--output_dir", whole]
+    done = run("train.py", *SMALL, *flags, processes=4)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = kills.read_run(whole)["metrics"]
+    for processes in (1, 4):
+        branch = tmp_path / str(processes)
+        flags = ["--resume", whole / "checkpoint-2", "--tp_size", 1, "--updates_per_step", 1]
+        flags = flags if processes == 4 else flags[:-2]
+        done = run("train.py", *flags, "--output_dir", branch, processes=processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found = kills.read_run(branch)["metrics"]
+        assert [record["step"] for record in found] == [0, 1, 2, 3, 4]
+        assert found[:3] == expected[:3]
+        for name in ("reward",) if processes == 4 else ("loss", "grad_norm", "entropy", "reward"):
+            assert found[3][name] == pytest.approx(expected[3][name], abs=1e-5, rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert kills.start(whole, 2, 4).wait() == 0
+    process = kills.start(killed, 2, 4)
+    metrics = killed / "metrics.jsonl"
+    wait_for(lambda: (killed / "checkpoint-2").exists() and metrics.read_text().count("\n") > 3, process)
+    kills.kill(process)
+    assert kills.start(killed, 2, 4, "--resume", "auto").wait() == 0
+    assert differences(whole, killed) == EQUAL
+    assert len(kills.read_run(whole)["metrics"]) == 5 and len(kills.read_tensors(whole)) > 100

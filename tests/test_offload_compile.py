@@ -1,0 +1,149 @@
+"""Tests of extras/offload.py and extras/compile.py: neither changes what is computed."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train
+from extras import compile as compile_file
+from extras import offload
+from tests.conftest import make_trainer, random_model, some_samples
+from train import Config
+
+
+def adam_devices(actor) -> set[str]:
+    return {str(value.device) for state in actor.optimizer.state.values() for value in state.values()}
+
+
+def test_a_moved_actor_goes_on_learning(mesh, tmp_path, monkeypatch):
+    folder = str(random_model(tmp_path))
+    config = Config(model=folder, group_size=2, warmup_steps=0, lr=0.01, device="cpu", dtype="float32")
+    moved = make_trainer(config, mesh)
+    still = make_trainer(config, mesh)
+    # Without a GPU to move to, a copy of every tensor: what the parameters hold is new, as after a move.
+    monkeypatch.setattr(moved.actor.model, "to", lambda device: moved.actor.model._apply(torch.clone))
+    for _ in range(3):
+        for trainer in (moved, still):
+            trainer.actor.model.to("cpu")
+            offload.move_optimizer(trainer.actor.optimizer, "cpu")
+            batches = trainer.micro_batches(some_samples())
+            trainer.actor.backward(batches, trainer.loss)
+            trainer.actor.step()
+    assert adam_devices(moved.actor) == {"cpu"}
+    for name, value in still.actor.parameters.items():
+        assert torch.equal(moved.actor.parameters[name].full_tensor(), value.full_tensor()), name
+
+
+class FakeTrainer:
+    """Notes what happens, and where everything is."""
+
+    def __init__(self, config):
+        self.config = config
+        self.events = []
+        self.actor = FakeActor(self.events)
+        self.reference = FakeModel("reference", self.events)
+
+    def sample(self, *arguments):
+        self.events.append("sample")
+
+    def learn(self, samples):
+        self.events.append("learn")
+        return {}
+
+    def publish(self):
+        self.events.append("push")
+
+    def evaluate(self):
+        self.sample()
+        return {}
+
+
+class FakeModel:
+    def __init__(self, name, events):
+        self.name = name
+        self.events = events
+
+    def to(self, device):
+        self.events.append(f"{self.name} to {device}")
+
+
+class FakeActor:
+    def __init__(self, events):
+        self.model = FakeModel("actor", events)
+        moment = SimpleNamespace(to=lambda device: events.append(f"Adam to {device}") or moment)
+        self.optimizer = SimpleNamespace(state={"parameter": {"moment": moment}})
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_actor_and_the_engine_take_turns(monkeypatch, is_on):
+    monkeypatch.setattr(offload, "Actor", FakeActor)
+    monkeypatch.setattr(offload, "FSDPModule", FakeModel)
+    trainer = offload.extend(FakeTrainer)(Config(offload=is_on, device="cuda"))
+    events = trainer.events
+
+    def events_of(action, *arguments) -> list[str]:
+        events.clear()
+        action(*arguments)
+        return events[:] if is_on else [event for event in events if " to " in event]
+
+    in_memory = ["Adam to cpu", "reference to cpu", "actor to cpu"]
+    back = ["actor to cuda", "Adam to cuda", "reference to cuda"]
+    expected = [
+        (trainer.publish, (), ["actor to cuda", "push"]),
+        (trainer.sample, (), [*in_memory, "sample"]),
+        (trainer.learn, ([],), [*back, "learn", "Adam to cpu", "reference to cpu"]),
+        (trainer.publish, (), ["actor to cuda", "push"]),
+        (trainer.evaluate, (), [*in_memory, "sample", "actor to cuda"]),
+    ]
+    for action, arguments, order in expected:
+        assert events_of(action, *arguments) == (order if is_on else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_layers_compute_the_same(mesh, tmp_path, monkeypatch, recompute):
+    plain_compile = torch.nn.Module.compile
+
+    def graphs_only(module, **options):  # without minutes of making kernels of them
+        assert options == {"dynamic": True}
+        plain_compile(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", graphs_only)
+    folder = str(random_model(tmp_path, "qwen2"))
+    config = Config(
+        model=folder, group_size=2, device="cpu", dtype="float32", gradient_checkpointing=recompute
+    )
+    plain = make_trainer(config, mesh)
+    compiled = make_trainer(config, mesh)
+    compile_file.compile_layers(compiled.actor.model)
+    for samples in (some_samples(), some_samples(3)):  # other lengths, the same code
+        batch = train.make_batch(samples, "cpu")
+        expected, _ = plain.actor.model.logprobs(batch)
+        found, _ = compiled.actor.model.logprobs(batch)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        expected.sum().backward()
+        found.sum().backward()
+    for name, one in plain.actor.parameters.items():
+        other = compiled.actor.parameters[name]
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad.full_tensor(), rtol=1e-4, atol=1e-4)
+
+
+def test_the_flag_compiles_each_layer_of_each_model():
+    compiled = []
+
+    class Layer:
+        def compile(self, **options):
+            compiled.append(options)
+
+    class Base:
+        def __init__(self, config):
+            self.reference = SimpleNamespace(model=SimpleNamespace(layers=[Layer()]))
+            self.actor = SimpleNamespace(
+                model=SimpleNamespace(model=SimpleNamespace(layers=[Layer(), Layer()]))
+            )
+
+    compile_file.extend(Base)(Config(compile=False))
+    assert not compiled
+    compile_file.extend(Base)(Config(compile=True))
+    assert compiled == [{"dynamic": True}] * 3

@@ -1,0 +1,179 @@
+"""Tests of tools/plan.py: counts by hand, an update's measured memory, and what it says."""
+
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
+
+from bench import memory
+from tools import plan as planner
+from train import Config, UserError
+
+HERE = Path(__file__).parent.parent
+TINY = str(HERE / "assets/tiny")
+
+
+def qwen_1_5b(folder: Path, tied: bool = True) -> Path:
+    """The config.json of Qwen2.5-1.5B, alone."""
+    sizes = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 2}
+    Qwen2Config(vocab_size=151936, **sizes, **heads, tie_word_embeddings=tied).save_pretrained(folder)
+    return folder
+
+
+def planned(folder: Path, *flags: str, ranks: int = 1) -> dict[str, dict[str, float]]:
+    """The plan for GPUs with 80 GB, unless the flags say otherwise."""
+    machine = ["--gpu_gb", "80", "--processes", str(ranks)]
+    config = planner.read_flags(["--model", str(folder), *machine, *flags])
+    return planner.plan(config, planner.find_config(config.model), config.processes)
+
+
+def run_main(monkeypatch, capsys, *flags) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of `python -m tools.plan`, in this process."""
+    monkeypatch.setattr(sys, "argv", ["tools.plan", *map(str, flags)])
+    code = 0
+    try:
+        planner.main()
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("recompute", [True, False])
+def test_plan_is_near_what_an_update_takes(mesh, tmp_path, dtype, recompute):
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    shape = Qwen3Config(vocab_size=4096, **sizes, **heads, tie_word_embeddings=True)
+    Qwen3ForCausalLM(shape).save_pretrained(tmp_path)
+    case = memory.BASE | {"model": str(tmp_path), "dtype": dtype, "recompute": recompute, "tokens": 2048}
+    config = memory.config_of(case)
+    actor = memory.make_actor(config, mesh, 4096)
+    short = memory.full_batch(64, config.device)
+    full = memory.full_batch(2048, config.device)
+    memory.update(actor, [short])
+    held = memory.tensor_bytes(actor)
+    phases = planner.plan(config, actor.model.config, 1, memory.TRAINED)
+    assert phases["push"]["parameters"] + phases["push"]["Adam"] == pytest.approx(held, rel=0.01)
+    updates = [parts for parts in phases.values() if "gradients" in parts]
+    expected = max(sum(parts.values()) - parts["reserve"] for parts in updates)
+    found = held + memory.peak(lambda: memory.update(actor, [short, full]))
+    assert expected == pytest.approx(found, rel=0.15)
+
+
+def test_plan_counts_parameters(tmp_path):
+    # By hand: q 1536 x 1536 + 1536, k and v each 1536 x 256 + 256, o 1536 x 1536, MLP 3 x 1536 x 8960, two
+    # norms of 1536: 46,797,824 per layer; 28 of them, a norm, an embedding of 151936 x 1536 = 233,373,696.
+    tied = 28 * 46_797_824 + 1536 + 233_373_696
+    assert planned(qwen_1_5b(tmp_path))["rollout"]["parameters"] == 4 * tied == 4 * 1_543_714_304
+    untied = planned(qwen_1_5b(tmp_path, tied=False))
+    assert untied["rollout"]["parameters"] == 4 * (tied + 233_373_696)
+    assert untied["layers"]["Adam"] == 2 * untied["layers"]["gradients"] == 8 * (tied + 233_373_696)
+
+
+def test_plan_divides_what_is_sharded(tmp_path):
+    folder = qwen_1_5b(tmp_path)
+    one = planned(folder)["layers"]
+    four = planned(folder, ranks=4)["layers"]
+    copies = planned(folder, "--dp_replicate", "2", ranks=4)["layers"]
+    split = planned(folder, "--tp_size", "2", ranks=4)["layers"]
+    for name in ("parameters", "gradients", "Adam"):
+        assert four[name] == one[name] / 4
+        assert copies[name] == one[name] / 2  # HSDP: two copies, each on two ranks
+        assert split[name] == pytest.approx(one[name] / 4, rel=1e-3)  # except for the norms
+    assert four["activations"] == one["activations"]  # each rank has a full micro-batch of its own
+    assert one["activations"] / 2 < split["activations"] < one["activations"]  # norms are on all ranks
+    whole, halved = (planned(folder, "--tp_size", tp, ranks=2)["log-probs"] for tp in ("1", "2"))
+    assert halved["log-probs"] < whole["log-probs"]
+    assert halved["gathered"] < 0.6 * whole["gathered"]
+
+
+def test_plan_knows_what_is_held_when(tmp_path):
+    folder = qwen_1_5b(tmp_path)
+    phases = planned(folder)
+    assert phases["rollout"]["engine"] == 0.5 * 80e9 + planner.SGLANG_REST  # mem_fraction_static of the card
+    assert phases["push"]["engine"] == phases["rollout"]["engine"]
+    assert phases["log-probs"]["engine"] == 0
+    moved = planned(folder, "--offload", "true")
+    assert "parameters" not in moved["rollout"]
+    assert moved["push"] == phases["push"]  # it is back for the push
+    assert all(parts["engine"] == 0 for parts in planned(folder, "--engine", "http://a:1").values())
+    local = planned(folder, "--engine", "local", "--tp_size", "2", ranks=2)
+    assert local["layers"]["engine"] == pytest.approx(2 * 1_543_714_304, rel=1e-3)
+    assert local["layers"]["engine"] < local["rollout"]["engine"]  # where it has a cache, too
+
+
+def test_a_push_holds_the_root_twice_for_sglang(tmp_path):
+    root = 2 * (233_373_696 + 1536)  # embedding and norm in bf16
+    layer = 2 * 46_797_824
+    sglang = planned(qwen_1_5b(tmp_path))["push"]["gathered"]
+    assert (
+        sglang == 2 * root + layer
+    )  # FSDP's copy and the clone, or the clone and the flat copy; the one before
+
+
+def test_plan_has_the_flags_of_train():
+    config = planner.read_flags(["--gpu_gb", "80", "--lr", "1"])
+    assert (config.engine, config.dtype, config.device, config.lr) == ("sglang", "bfloat16", "cuda", 1)
+    assert config.model == Config.model
+    assert planner.read_flags(["--gpu_gb=80", "--dtype", "float32"]).dtype == "float32"
+    names = {field.name for field in fields(planner.PlanConfig)}
+    assert names == {field.name for field in fields(Config)} | {"processes", "gpu_gb"}
+
+
+@pytest.mark.parametrize("flags", [(), ("--gradient_checkpointing", "false"), ("--engine", "http://a:1")])
+def test_largest_budget_is_the_largest(tmp_path, flags):
+    words = ["--model", str(qwen_1_5b(tmp_path)), "--gpu_gb", "80", "--processes", "2", *flags]
+    config = planner.read_flags(words)
+    model_config = planner.find_config(config.model)
+    budget = planner.largest_budget(config, model_config)
+    assert budget >= 1024
+    assert planner.fits(config, model_config, tokens_per_micro_batch=budget)
+    assert not planner.fits(config, model_config, tokens_per_micro_batch=budget + 1024)
+    assert planner.largest_budget(replace(config, gpu_gb=12), model_config) == 0
+
+
+def test_plan_names_what_to_change_when_a_gpu_is_too_small(monkeypatch, capsys, tmp_path):
+    flags = ["--model", qwen_1_5b(tmp_path), "--processes", 2, "--gpu_gb", 24]
+    flags += ["--engine", "http://elsewhere:30000", "--tokens_per_micro_batch", 65536]
+    code, out, _ = run_main(monkeypatch, capsys, *flags)
+    head, *ways = out[out.index("It does not fit") :].splitlines()
+    assert code == 1 and "24 GB" in head
+    assert {"--processes", "--tokens_per_micro_batch"} <= {way.split()[0] for way in ways}
+    for way in ways:  # and what it names does help
+        config = planner.read_flags([*map(str, flags), *way.replace("'", "").split(" ", 1)])
+        assert planner.fits(config, planner.find_config(config.model)), way
+    code, out, _ = run_main(monkeypatch, capsys, *flags[:-1], 4096)
+    assert code == 0 and "It fits" in out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--gpus", "80"], "unrecognized arguments"),
+        (["--model", "no/such/model"], "--model no/such/model"),
+        (["--gpu_gb", "80", "--processes", "4", "--tp_size", "3", "--model", TINY], "--tp_size 3"),
+        (["--gpu_gb", "80", "--engine", "vllm"], "--engine"),
+        (["--gpu_gb", "80", "--sglang_args", "[1]"], "--sglang_args"),
+        (["--device", "cuda"], "--gpu_gb"),
+    ],
+)
+def test_what_cannot_be_planned_ends_in_one_line(monkeypatch, capsys, flags, said):
+    monkeypatch.setattr(planner.torch.cuda, "is_available", lambda: False)
+    code, out, err = run_main(monkeypatch, capsys, *flags)
+    assert code == 2 and said in err and err.count("\n") == 1 and not out
+
+
+def test_a_changed_share_of_sglang_is_a_flag_that_parses(tmp_path):
+    config = planner.read_flags(["--gpu_gb", "80", "--sglang_args", '{"mem_fraction_static": 0.3}'])
+    assert planner.sglang_share(config) == 0.3
+    way = planner.describe(config, {"sglang_args": json.dumps({"mem_fraction_static": 0.6})})
+    assert way == """--sglang_args '{"mem_fraction_static": 0.6}'"""
+
+
+def test_unknown_engines_and_models_are_user_errors(tmp_path):
+    with pytest.raises(UserError, match="must be sglang"):
+        planner.read_flags(["--gpu_gb", "80", "--engine", "vllm"])

@@ -1,0 +1,445 @@
+"""Tests of rewards.py: hand-computed scores, hostile completions, and the process that grades LaTeX."""
+
+import importlib.util
+import inspect
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import given, settings, strategies
+
+import rewards
+from bench import hostile_texts
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def run_python_command(*arguments, cwd: Path) -> str:
+    """Run Python in a folder and return what it printed."""
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=300
+    ).stdout
+
+
+# ---------------------------------------------- scores ------------------------------------------------------
+@pytest.mark.parametrize(
+    "answer, nums, target, score",
+    [
+        ("12-1+4", [1, 4, 12], 15, 1),
+        ("(12-1)*4 = 44", [1, 4, 12], 44, 1),
+        (" 8/(3-8/3) ", [3, 3, 8, 8], 24, 1),
+        ("-3+5", [5, 3], 2, 1),
+        ("8/3/(8/3)", [8, 3, 8, 3], 1, 1),
+        ("1+2", ["1", "2"], "3", 1),  # datasets may store numbers as strings
+        ("12-1", [1, 4, 12], 11, 0),  # 4 is missing
+        ("12-1+4", [1, 4, 12], 16, 0),
+        ("1+2+3", [1, 2, 3, 3], 6, 0),
+        ("1.5*2", [1, 5, 2], 3, 0),
+        ("6/0", [6, 0], 0, 0),
+        ("2(3)", [2, 3], 6, 0),
+        ("=5", [5], 5, 0),
+    ],
+)
+def test_countdown(answer, nums, target, score):
+    assert rewards.countdown(f"<think>hm</think> <answer>{answer}</answer>", nums, target) == score
+
+
+def test_blanks_do_not_count_towards_the_length_of_an_expression():
+    padded = " \n".join("3 + 4 + 5".split()).replace(" ", " " * 300)
+    assert len(padded) > 5 * rewards.MAX_EXPRESSION
+    assert rewards.countdown(f"<answer>{padded}</answer>", [3, 4, 5], 12) == 1
+    longest = "-" * (rewards.MAX_EXPRESSION - 5) + "3+4+5"  # an odd number of signs: -3+4+5 = 6
+    assert rewards.countdown(f"<answer>{' '.join(longest)}</answer>", [3, 4, 5], 6) == 1
+    with pytest.raises(ValueError, match="201 characters"):
+        rewards.evaluate(" ".join("-" + longest))
+
+
+def test_countdown_habits():
+    text = (
+        "<think>9+4-1 = 13-1 = 12 no\n9-4+1 = 5+1 = 6 yes\n9+4+1 = 13+1 = 15 no\n9-4-1 = 5-1 = 4 no</think>\n"
+        "<answer>9-4+1</answer>"
+    )
+    # Of four attempts, one has wrong arithmetic (13+1 = 15). Every verdict fits the result before it. Another
+    # attempt follows the only yes, and two of the three noes.
+    expected = {"arithmetic": 3 / 4, "verdicts": 1.0, "stops_after_hit": 0.0, "goes_on_after_miss": 2 / 3}
+    assert rewards.countdown_habits(text, 6) == pytest.approx(expected)
+    assert rewards.countdown_habits(text, "6") == pytest.approx(expected)
+    assert rewards.countdown_habits("<think>9+4 = 13 no</think>", 13)["verdicts"] == 0
+    assert rewards.countdown_habits("free prose, no attempt", 6) == {}
+
+
+@pytest.mark.parametrize(
+    "text, gold, score",
+    [
+        ("so 72.", "48+24 = <<48+24=72>>72\n#### 72", 1),
+        ("It is $1,072.00", "#### 1072", 1),
+        ("72 or 73", "#### 72", 0),
+        ("-5", "#### -5", 1),
+        ("5", "#### -5", 0),
+        ("none", "#### 3", 0),
+        ("It is 4.", 4, 1),  # not every dataset stores a string
+        ("\\boxed{72}", "#### 72", 1),
+        ("5-6", "#### 6", 1),
+        ("(5)-6", "6", 1),
+        ("= -6", "6", 0),
+    ],
+)
+def test_gsm8k_last_number(text, gold, score):
+    assert rewards.gsm8k_last_number(text, gold) == score
+
+
+@pytest.mark.parametrize(
+    "text, gold, score",
+    [
+        (r"so \boxed{72}", "#### 72", 1),
+        (r"\boxed{1,234}.", "1234", 1),
+        (r"\boxed{\$5}", "5", 1),
+        (r"\boxed{5}", "#### 6", 0),
+        (r"\boxed{5} and \boxed{6}", "6", 1),  # the last one counts
+        (r"\boxed{5} and \boxed{6}", "5", 0),
+        ("72", "72", -1),
+        (r"\boxed{none}", "72", -1),
+        (r"\boxed{-3}", "-3", 1),
+        (r"72 \boxed", "72", -1),
+        (r"\boxed{} 72", "72", 1),  # the first integer after it
+        (r"\boxed{7.5}", "7", 1),
+        (r"\boxed{" + "9" * 100 + "}", "9", 0),
+    ],
+)
+def test_gsm8k_boxed(text, gold, score):
+    assert rewards.gsm8k_boxed(text, gold) == score
+
+
+def test_a_reference_answer_without_a_number_is_an_error():
+    for gold in ("1" * 100, "no number"):
+        with pytest.raises(ValueError, match="no number"):
+            rewards.gsm8k_last_number("1" * 100, gold)
+        with pytest.raises(ValueError, match="no number"):
+            rewards.gsm8k_boxed("\\boxed{" + "1" * 100, gold)
+
+
+@pytest.mark.parametrize(
+    "text, gold, score",
+    [
+        (r"\boxed{3}, no: \boxed{4}", "4", 1),
+        (r"\boxed{4}, no: \boxed{3}", "4", 0),
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"so \boxed{\frac{1}{2}}", 0.5, 1),
+        (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
+        ("it is 0.5", "0.5", 0),
+    ],
+)
+def test_math(text, gold, score):
+    assert rewards.math(text, gold) == score
+
+
+# ---------------------------------------------- hostile completions -----------------------------------------
+CASES = hostile_texts.cases()
+SLOW_LATEX = [case for case in CASES if case.kind == "LaTeX, slow"]
+
+
+def wrong_scores(cases: list) -> list:
+    """Score cases in a thread, as callers may, and return those with a wrong score."""
+    found = []
+
+    def score_all():
+        found.extend(case for case in cases if hostile_texts.judge(case)[0] != case.score)
+
+    thread = threading.Thread(target=score_all, daemon=True)
+    thread.start()
+    thread.join(900)
+    assert not thread.is_alive(), "a verifier hangs"
+    return found
+
+
+@pytest.mark.parametrize("verifier", ["countdown", "gsm8k_last_number", "gsm8k_boxed", "math"])
+def test_hostile_completions_get_the_right_score(verifier):
+    cases = [case for case in CASES if case.verifier == verifier and case not in SLOW_LATEX]
+    assert len(cases) > 45 and len({case.score for case in cases}) > 1
+    assert wrong_scores(cases) == []
+
+
+@pytest.mark.slow
+def test_latex_that_takes_too_long_scores_0():
+    assert len(SLOW_LATEX) > 30 and wrong_scores(SLOW_LATEX) == []
+
+
+def test_arithmetic_agrees_with_a_slow_reference():
+    found, counts = hostile_texts.disagreements(3000, seed=1)
+    assert not found and min(counts["value"], counts["refused"]) > 1000
+    assert hostile_texts.slow_value("(1+2)/4 - 03") == (Fraction(-9, 4), [1, 2, 4, 3])
+    assert hostile_texts.slow_value("2**3") is None
+
+
+HOSTILE_TRACES = [
+    "",
+    "\0",
+    "\ud800 no",
+    "1 yes",
+    "= yes",
+    "==== no",
+    "9**9**9 = 1 yes",
+    "1" * 10**6 + " yes",
+    "1=" * 10**6 + "1 yes",
+    "1+1=2 yes\n" * 10**5,
+    "(" * 10**6 + " no",
+    "no\n" * 10**6,
+    " yes" * 10**6,
+    "<think>" * 10**5,
+    "</think>" * 10**5,
+    "1/0 = 1/0 yes",
+    "1\u20281=1 no",
+]
+
+
+@pytest.mark.parametrize("trace", HOSTILE_TRACES, ids=range(len(HOSTILE_TRACES)))
+def test_habits_of_hostile_traces_are_shares(trace):
+    assert all(0 <= share <= 1 for share in rewards.countdown_habits(trace, 4).values())
+
+
+def test_a_caller_may_be_deep_in_the_stack():
+    text = "<answer>" + "(" * 97 + "5" + ")" * 97 + "</answer>"
+
+    def deep(levels: int):
+        return deep(levels - 1) if levels else rewards.countdown(text, [5], 5)
+
+    used = len(inspect.stack())
+    assert deep(sys.getrecursionlimit() - used - 330) == 1
+    unbalanced = "<answer>" + "(" * 195 + "5</answer>"  # must not be parsed: three frames per level
+    text = unbalanced
+    assert deep(sys.getrecursionlimit() - used - 330) == 0
+
+
+CHARACTERS = strategies.one_of(
+    strategies.sampled_from("0123456789+-*/()=.,{}\\$%−<> \n"), strategies.characters()
+)
+TAGS = [
+    "<answer>",
+    "</answer>",
+    "\\boxed{",
+    "}",
+    "####",
+    "<think>",
+    "</think>",
+    "3+4+5",
+    "18",
+    "**",
+    "\\frac",
+]
+PIECES = strategies.one_of(strategies.text(CHARACTERS), strategies.sampled_from(TAGS))
+TEXTS = strategies.lists(PIECES).map("".join)
+EXPRESSIONS = strategies.recursive(
+    strategies.integers(0, 10**18 - 1).map(str),
+    lambda inner: strategies.one_of(
+        strategies.tuples(inner, strategies.sampled_from(["+", "-", "*", "/", " / "]), inner).map("".join),
+        inner.map("({})".format),
+        inner.map("-{}".format),
+    ),
+    max_leaves=8,
+)
+EXAMPLES = settings(max_examples=200, deadline=None, derandomize=True)
+
+
+@EXAMPLES
+@given(TEXTS)
+def test_no_text_makes_a_verifier_raise_or_return_another_value(text):
+    assert rewards.countdown(text, [3, 4, 5], 12) in (0.0, 1.0)
+    assert rewards.gsm8k_last_number(text, "#### 18") in (0.0, 1.0)
+    assert rewards.gsm8k_boxed(text, "#### 18") in (-1, 0, 1)
+    assert all(0 <= share <= 1 for share in rewards.countdown_habits(text, 12).values())
+
+
+@settings(EXAMPLES, max_examples=40)
+@given(TEXTS)
+def test_no_latex_makes_the_verifier_raise_or_return_another_value(text):
+    assert rewards.math(f"\\boxed{{{text}}}", "4") in (0.0, 1.0)
+
+
+@EXAMPLES
+@given(
+    TEXTS,
+    strategies.sampled_from(["3+4+5", "(5 + 4)+3=12", "3*4*5", "3+3+4"]),
+    strategies.sampled_from(["", " ", "\n\t"]),
+)
+def test_only_the_last_answer_counts_and_blanks_do_not(before, answer, blanks):
+    score = rewards.countdown(f"<answer>{answer}</answer>", [3, 4, 5], 12)
+    padded = f"{before}<answer>{blanks}{answer}{blanks}</answer>{blanks}"
+    assert rewards.countdown(padded, [5, 3, 4], 12) == score
+    number = {1.0: "18", 0.0: "17"}[score]
+    assert rewards.gsm8k_last_number(f"{before} {number}{blanks}", "#### 18") == score
+    assert rewards.gsm8k_boxed(f"{before}\\boxed{{{blanks}{number}{blanks}}}", "#### 18") == score
+    assert rewards.boxed(f"{before}\\boxed{blanks}{{{number}}}{before.replace('boxed', '')}") == number
+
+
+@EXAMPLES
+@given(EXPRESSIONS)
+def test_arithmetic_is_exact(expression):
+    try:
+        found = rewards.evaluate(expression)
+    except ZeroDivisionError:
+        found = None
+    assert found == hostile_texts.slow_value(expression)
+
+
+# ---------------------------------------------- the process that grades LaTeX -------------------------------
+def started_grader() -> rewards.Grader:
+    """Return this process's grader, with a worker running."""
+    assert rewards.math("\\boxed{4}", "4") == 1
+    return rewards.grader_of(os.getpid())
+
+
+def test_the_kernel_kills_a_worker_that_takes_too_long():
+    worker = started_grader().worker
+    assert wrong_scores(SLOW_LATEX[:1]) == []
+    assert worker.poll() == -signal.SIGPROF  # the CPU-time limit, not the wall-clock one
+    assert rewards.math("\\boxed{4}", "4") == 1 and rewards.math("\\boxed{5}", "4") == 0
+
+
+def test_a_worker_that_hangs_or_died_is_replaced(monkeypatch):
+    grader = started_grader()
+    hanging = grader.worker
+    monkeypatch.setattr(rewards, "WALL_SECONDS", 0.2)
+    hanging.send_signal(signal.SIGSTOP)
+    assert rewards.math("\\boxed{4}", "4") == 0 and hanging.poll() == -signal.SIGKILL
+    monkeypatch.undo()
+    assert rewards.math("\\boxed{4}", "4") == 1
+    grader.worker.kill()
+    grader.worker.wait()
+    assert rewards.math("\\boxed{4}", "4") == 1 and rewards.math("\\boxed{5}", "4") == 0
+
+
+def test_an_interrupted_question_leaves_no_reply_behind(monkeypatch):
+    grader = started_grader()
+    worker = grader.worker
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker, "stdout", SimpleNamespace(readline=interrupt, close=lambda: None))
+        with pytest.raises(KeyboardInterrupt):
+            grader.grade("2", "2")
+    assert worker.poll() is not None
+    worker.stdout.close()
+    assert not grader.grade("3", "4") and grader.grade("5", "5")
+
+
+def test_answers_from_many_threads_are_not_mixed_up():
+    pairs = list(itertools.product(map(str, range(10)), repeat=2))
+    with ThreadPoolExecutor(8) as pool:
+        scores = list(pool.map(lambda pair: rewards.math(f"\\boxed{{{pair[0]}}}", pair[1]), pairs))
+    assert scores == [float(answer == gold) for answer, gold in pairs]
+
+
+def test_a_grader_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(rewards.sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="is math-verify installed"):
+        rewards.Grader().grade("1", "1")
+
+
+def test_sympy_evaluates_only_literals(tmp_path):
+    program = """
+import sys, rewards
+rewards.restrict_sympy_eval()
+from sympy.parsing.sympy_parser import parse_expr
+for text in sys.argv[1:]:
+    try:
+        print(parse_expr(text))
+    except ValueError:
+        print("refused")
+"""
+    allowed = {"12": "12", "3/4": "3/4", "1.50": "1.50000000000000", "x": "x"}
+    refused = ["__import__('os').getpid()", "2**9", "f(1)", "(1).__class__", "[1]", "1 if 2 else 3"]
+    shutil.copy(rewards.__file__, tmp_path)
+    lines = run_python_command("-c", program, *allowed, *refused, cwd=tmp_path).splitlines()
+    assert lines == [*allowed.values(), *["refused"] * len(refused)]
+
+
+# ---------------------------------------------- rewards.py on its own ---------------------------------------
+ALONE = r"""
+import os, sys, time
+import rewards
+print(os.path.samefile(rewards.__file__, "rewards.py"), rewards.countdown("<answer>1+2</answer>", [1, 2], 3))
+print(rewards.math(r"\boxed{\frac12}", "0.5"), rewards.math(r"\boxed{3}", "4"))
+print([name for name in ("torch", "sympy", "math_verify", "numpy") if name in sys.modules])
+pid = rewards.grader_of(os.getpid()).worker.pid
+if os.fork() == 0:
+    score = rewards.math(r"\boxed{5}", "5")
+    print(score, pid != rewards.grader_of(os.getpid()).worker.pid, flush=True)
+    os._exit(0)
+os.wait()
+print(pid, flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_rewards_alone_in_a_folder_grades_and_leaves_no_process_behind(tmp_path):
+    shutil.copy(rewards.__file__, tmp_path / "rewards.py")
+    lines = run_python_command("-c", ALONE, cwd=tmp_path).splitlines()
+    assert lines[0] == "True 1.0" and lines[1] == "1.0 0.0"
+    assert lines[2] == "[]"  # a verifier is cheap to import
+    assert lines[3] == "1.0 True"  # a forked process has its own worker
+    worker = int(lines[4])  # its trainer was killed by SIGKILL
+
+    def is_running() -> bool:
+        try:
+            return psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    deadline = time.monotonic() + 60
+    while is_running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_running()
+
+
+# ---------------------------------------------- can these tests fail? ---------------------------------------
+def scores(text: str, nums: list[int], target: int):
+    return lambda module: module.countdown(f"<answer>{text}</answer>", nums, target)
+
+
+FAR_APART = "1" + " " * 10**5 + "2"
+
+
+def boxes(text: str):
+    return lambda module: module.boxed(text)
+
+
+@pytest.mark.parametrize(
+    "before, after, observe",
+    [
+        ('len("".join(expression.split()))', "len(expression)", scores("3+" + " " * 200 + "4", [3, 4], 7)),
+        ("token.isascii() and ", "", scores("٣+٤", [3, 4], 7)),
+        (" and len(token) <= MAX_DIGITS", "", scores("9" * 19, [int("9" * 19)], int("9" * 19))),
+        ('text.rpartition("<answer>")', 'text.partition("<answer>")', scores("1</answer><answer>2", [2], 2)),
+        ("uses_each_once and ", "", scores("3+3+4", [3, 4, 5], 10)),
+        ('answer.partition("=")', 'answer.rpartition("=")', scores("1+2=9=3", [1, 2], 3)),
+        ("[0-9)]", "[)]", lambda module: module.gsm8k_last_number("5-6", "6")),
+        ("[0-9)]", "[0-9]", lambda module: module.gsm8k_last_number("(5)-6", "6")),
+        ("text[-MAX_TEXT:]", "text[:MAX_TEXT]", lambda module: module.gsm8k_last_number(FAR_APART, "2")),
+        ('"\\\\boxed")\n    rest', '"boxed")\n    rest', boxes("boxed{4}")),
+        (r'r"\\.|[{}]"', 'r"[{}]"', boxes(r"\boxed{4\}")),
+        ("0, MAX_LATEX + 2", "0", boxes("\\boxed{" + "4" * 501 + "}")),
+    ],
+)
+def test_a_defect_in_rewards_changes_a_score(tmp_path, before, after, observe):
+    source = Path(rewards.__file__).read_text()
+    assert source.count(before) == 1
+    path = tmp_path / "defective.py"
+    path.write_text(source.replace(before, after))
+    spec = importlib.util.spec_from_file_location("defective", path)
+    defective = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(defective)
+    assert observe(defective) != observe(rewards)
