@@ -1276,7 +1276,7 @@ SGLANG_ARGS = {
 def test_the_lone_pair_trains_with_sglang(lone, tp_size):
     flags = ["--model", TINY, "--data", COUNTDOWN / "train.jsonl", "--device", "cpu", "--dtype", "float32"]
     flags += ["--eval_data", f"{COUNTDOWN}/test.jsonl:train[:32]", "--eval_every", 3, "--engine", "sglang"]
-    flags += ["--steps", 3, "--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 48, "--lr", 1e-4]
+    flags += ["--steps", 3, "--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 64, "--lr", 1e-4]
     flags += ["--warmup_steps", 0, "--tp_size", tp_size, "--output_dir", "run"]
     flags += ["--sglang_args", json.dumps(SGLANG_ARGS)]
     stubs = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / ".ci/sglang_cpu")}
@@ -1289,7 +1289,7 @@ def test_the_lone_pair_trains_with_sglang(lone, tp_size):
     )
     assert [record["step"] for record in history] == [0, 1, 2, 3] and not (lone / "extras").exists()
     assert all(record["logprob_diff"] < 1e-6 and record["grad_norm"] > 0 for record in history[1:])
-    assert history[0]["eval_score"] >= 0 and history[3]["eval_score"] >= 0 and history[1]["failures"] == 0
+    assert history[0]["eval_score"] > 0 and history[3]["eval_score"] > 0 and history[1]["failures"] == 0
     exported = AutoModelForCausalLM.from_pretrained(lone / "run/model").state_dict()
     original = AutoModelForCausalLM.from_pretrained(TINY).state_dict()
     assert exported.keys() == original.keys()

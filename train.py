@@ -667,7 +667,7 @@ class SGLangEngine:
 
 
 # ======================================== Part III: the loop ==============================================
-EXTRAS = "checks watchdog compile offload monitor gate checkpoint"  # each extends the Trainer, if there
+EXTRAS = "watchdog compile offload monitor gate checkpoint checks"  # each extends the Trainer, if there
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # of the mean |log-prob difference| between engine and actor
 SHOWN = "reward:.3f eval_score:.3f entropy:.2f grad_norm:.2f clip_fraction:.3f logprob_diff:.0e time_step:.2f"
 
@@ -746,7 +746,8 @@ class Trainer:
             for i in range(group_size if fits else 0):
                 sample = deepcopy(prompt)
                 sample.key = (place, i)
-                episodes.append(self.episode(sample, temperature))
+                episode = self.episode(sample, temperature)
+                episodes.append(asyncio.ensure_future(episode, loop=self.engine.loop))
         samples = self.engine.loop.run_until_complete(tqdm.gather(*episodes, desc="rollout", **BAR))
         parts = [samples] * self.mesh["tp"].size()
         if len(parts) > 1:

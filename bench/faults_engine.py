@@ -86,7 +86,7 @@ def engine_cases() -> list[Case]:
     return [replace(case, flags=dict(engine_timeout=SILENCE), patience=4.0 * SILENCE) for case in found]
 
 
-# ------------------------------------------------ engines ------------------------------------------------------------
+# ---- Engines -----------------------------------------------------------------------------------------------
 @contextmanager
 def colocated(folder: Path):
     """SGLang in the run's own processes."""
@@ -173,7 +173,7 @@ def end(process: subprocess.Popen):
     process.wait()
 
 
-# ------------------------------------------------ answers ------------------------------------------------------------
+# ---- Answers -----------------------------------------------------------------------------------------------
 def spoiled(kind: str, body: bytes) -> bytes:
     """An answer to `generate` as a broken server would give it."""
     if kind == "no JSON":

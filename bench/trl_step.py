@@ -2,15 +2,15 @@
 
     python -m bench.trl_step [--rounds 7] [--micro_batches 32,64,128] [--output assets/trl.json]
 
-Needs trl==1.16.0. A step is, on both sides and on one thread of a CPU: 8 completions of each of the same 32 prompts
-from the embedded model, their rewards, log-probs of the policy that made them, two optimiser steps; all in fp32. Ours
-is one process with the local engine, its push and gate included. TRL samples with transformers' `generate`; its loop
-goes on for one rollout at a time, in turn with ours, for several sizes of its micro-batches, and the fastest counts;
-once more with what it takes by default, micro-batches of 8 and gradient checkpointing.
-A learning rate of 1e-9 leaves the policy as it is, so that every round has the same work for both.
+Needs trl==1.16.0. On both sides and on one thread of a CPU a step is: 8 completions of each of the same 32
+prompts by the embedded model, their rewards, two optimizer steps; all in fp32. Ours is one process with the
+local engine, including its push and all extras. TRL samples with transformers' `generate`; its loop runs one
+rollout at a time, in turn with ours, for several sizes of its micro-batches, and the fastest one counts; and
+once more with its defaults, micro-batches of 8 and gradient checkpointing. A learning rate of 1e-9 leaves the
+policy as it is, so that every round has the same work for both.
 
-Prints wall and CPU seconds and their ratios; by phase the CPU seconds (neighbours on the machine trouble them less),
-and the positions that went through the model, padding included.
+Prints wall and CPU seconds and their ratios; by phase the CPU seconds (other load on the machine disturbs them
+less), and the positions that went through the model, including padding.
 """
 
 import os
@@ -30,10 +30,9 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from bench import measure
-from tools.inputs import prompt_order
-from tools.speed import Stopwatch
-from train import TINY, Config, RLDataset, Sample, Trainer, env_step, reward_fn
+from bench import measure, overhead
+from bench.measure import embedded_flags
+from train import Config, RLDataset, Sample, parse_flags, reward_fn
 
 NEEDED = "trl==1.16.0"
 DEFAULT = 8  # TRL's own size of a micro-batch; by default it also recomputes activations
@@ -93,53 +92,46 @@ class Phases:
         record |= dict(seconds=dict(self.seconds), positions=dict(self.positions))
 
 
-class Booked(Stopwatch):
-    """A stopwatch whose phases, those of the metrics, are booked as well."""
+class Ours:
+    """Our trainer with all extras, which books its phases and keeps a record of each step."""
 
-    def __init__(self, phases: Phases):
-        super().__init__()
-        self.phases = phases
-
-    @contextmanager
-    def __call__(self, phase: str):
-        with self.phases.phase("rest" if phase == "step" else phase), super().__call__(phase):
-            yield
-
-
-class Ours(Trainer):
-    """A Trainer that books its phases, and keeps a record of each step."""
-
-    def __init__(self, config: Config):
-        self.phases, self.records = Phases(), []
-        super().__init__(config, RLDataset, reward_fn, env_step)
-        self.timed = Booked(self.phases)
-        self.phases.count(self.engine.model)
-        self.phases.count(self.actor.model)
-        self.engine.sleep()
-        self.publish(start=True)
+    def __init__(self, flags: dict):
+        self.phases = Phases()
+        self.records = []
+        self.trainer = trainer = overhead.make_trainer(**flags)
+        self.phases.count(trainer.engine.model)
+        self.phases.count(trainer.actor.model)
+        self.phases.wrap(trainer, "rollout", "rollout")
+        self.phases.wrap(trainer, "reward_fn", "reward")
+        self.phases.wrap(trainer.actor, "backward", "update")
+        self.phases.wrap(trainer.actor, "step", "update")
+        self.phases.wrap(trainer, "publish", "push")
+        trainer.engine.sleep()
+        trainer.publish()
 
     def turn(self):
         """One step."""
         self.records.append({})
         with self.phases.record(self.records[-1]):
-            _, samples = self.step()
-        self.records[-1] |= dict(
-            prompts=[sample.ids[: sample.mask.index(1)] for sample in samples],
-            tokens=fmean(sum(sample.mask) for sample in samples),
-            reward=fmean(sample.reward for sample in samples),
-        )
+            _, samples = self.trainer.step()
+        prompts = []
+        for sample in samples:
+            prompts.append(sample.tokens["id"][: sample.tokens["mask"].argmax()].tolist())
+        tokens = fmean(int(sample.tokens["mask"].sum()) for sample in samples)
+        reward = fmean(sample.reward for sample in samples)
+        self.records[-1] |= {"prompts": prompts, "tokens": tokens, "reward": reward}
 
 
 class Theirs(TrainerCallback):
     """TRL's trainer. Its loop has a thread of its own, and waits there for its turn after each rollout's updates."""
 
-    def __init__(self, trl, config: Config, rounds: int, micro_batch: int):
+    def __init__(self, trl, config: Config, prompts: list, rounds: int, micro_batch: int):
         self.updates, self.phases, self.records = config.updates_per_step, Phases(), []
         self.go, self.done, self.error = threading.Semaphore(0), threading.Semaphore(0), None
         data = RLDataset(config.data)
-        asked = [
-            data[row] for step in range(1, rounds + 1) for _, row in prompt_order(step, len(data), config)
-        ]
+        asked = []  # in the order of our trainer
+        for _, row in prompts[: rounds * config.prompts_per_step]:
+            asked.append(data[row])
         rows = [dict(prompt=sample.messages, **sample.row) for sample in asked]
         self.trainer = trl.GRPOTrainer(
             config.model,
@@ -202,10 +194,10 @@ class Theirs(TrainerCallback):
 
     def reward(self, prompts, completions, completion_ids, nums, target, **_) -> list[float]:
         """Our reward_fn in TRL's form."""
-        scores = [
-            reward_fn(Sample(messages, dict(nums=nums, target=target), text=turns[0]["content"]))
-            for messages, turns, nums, target in zip(prompts, completions, nums, target)
-        ]
+        scores = []
+        for messages, turns, *row in zip(prompts, completions, nums, target):
+            row = dict(zip(("nums", "target"), row))
+            scores.append(reward_fn(Sample(messages, row, turns=[turns[0]["content"]])))
         self.records[-1] |= dict(tokens=fmean(map(len, completion_ids)), reward=fmean(scores))
         return scores
 
@@ -320,26 +312,16 @@ def main():
     options = measure.options(__doc__, "trl", micro_batches=("32,64,128", "of TRL, in samples"))
     trl, rounds = load_trl(), options.rounds + 1  # one warms up
     with tempfile.TemporaryDirectory() as folder:
-        config = Config(
-            **TINY
-            | dict(
-                device="cpu",
-                dtype="float32",
-                engine="local",
-                lr=1e-9,
-                warmup_steps=0,
-                eval_every=0,
-                wandb="off",
-                output_dir=f"{folder}/run",
-            )
-        )
-        sides = {"ours": Ours(config)} | {
-            f"TRL, micro-batches of {size}": Theirs(trl, config, rounds, int(size))
-            for size in options.micro_batches.split(",")
-        }
-        sides["TRL, its defaults"] = Theirs(
-            trl, replace(config, gradient_checkpointing=True), rounds, DEFAULT
-        )
+        flags = {"lr": 1e-9, "warmup_steps": 0, "steps": rounds, "output_dir": f"{folder}/run"}
+        sys.argv = ["train.py"]
+        config = parse_flags(Config, embedded_flags(**flags))
+        ours = Ours(flags)
+        sides = {"ours": ours}
+        prompts = ours.trainer.prompts
+        for size in map(int, options.micro_batches.split(",")):
+            sides[f"TRL, micro-batches of {size}"] = Theirs(trl, config, prompts, rounds, size)
+        checkpointed = replace(config, gradient_checkpointing=True)
+        sides["TRL, its defaults"] = Theirs(trl, checkpointed, prompts, rounds, DEFAULT)
         times = measure.in_turn({name: side.turn for name, side in sides.items()}, options.rounds)
     numbers = compare(sides, times)
     best = min(numbers.keys() - {"ours"}, key=lambda name: numbers[name]["ratio_cpu"])
