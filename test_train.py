@@ -815,6 +815,7 @@ def test_a_completion_of_sglang(sglang_engine):
     answer = {
         "output_token_logprobs": [(-0.5, 7, None), (None, 8, None)],
         "finish_reason": {"type": "length"},
+        "completion_tokens": 2,
     }
     engine.engine.answers["generate"] = answer
     ids, logprobs, version, truncated = asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
@@ -831,6 +832,10 @@ def test_a_completion_of_sglang(sglang_engine):
     answer["finish_reason"] = {"type": "stop"}
     assert not asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 4))[3]
     assert engine.engine.calls[-1]["sampling_params"]["max_new_tokens"] == 4
+    with pytest.raises(ValueError, match="2 of 3 log-probs"):
+        engine.engine.answers["generate"] = answer | {"completion_tokens": 3}
+        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
+    engine.engine.answers["generate"] = answer
     answer["finish_reason"] = {"type": "abort", "message": "full"}
     with pytest.raises(RuntimeError, match="SGLang aborted a request: .*full"):
         asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))

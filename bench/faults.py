@@ -311,7 +311,7 @@ class Laboratory:
                 path.unlink(missing_ok=True)
             code = 0
             log = place / "log again"
-            if row["what"] != "continues" and not (run / "model").exists():
+            if row["what"] != "continues":
                 again = case.flags | flags | {"resume": "auto", "wandb": "disabled"}
                 code = finished(start(["train.py"], run, again, env, log, case.processes), note)
             row["unequal"] = (

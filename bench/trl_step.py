@@ -9,8 +9,8 @@ rollout at a time, in turn with ours, for several sizes of its micro-batches, an
 once more with its defaults, micro-batches of 8 and gradient checkpointing. A learning rate of 1e-9 leaves the
 policy as it is, so that every round has the same work for both.
 
-Prints wall and CPU seconds and their ratios; by phase the CPU seconds (other load on the machine disturbs them
-less), and the positions that went through the model, including padding.
+Prints wall and CPU seconds and their ratios; by phase the CPU seconds (other load on the machine disturbs
+them less), and the positions that went through the model, including padding.
 """
 
 import os
@@ -39,7 +39,7 @@ DEFAULT = 8  # TRL's own size of a micro-batch; by default it also recomputes ac
 
 
 class Phases:
-    """CPU seconds of each phase, without those of phases inside it, and positions that models embedded meanwhile."""
+    """CPU seconds of each phase, without phases inside it, and positions that models embedded meanwhile."""
 
     def __init__(self):
         self.stack, self.seconds, self.positions, self.since = (
@@ -65,7 +65,7 @@ class Phases:
         self.stack.pop()
 
     def wrap(self, thing, method: str, name: str, without_grad: str = ""):
-        """Makes every call of a method a phase, which may have another name where no gradient is asked for."""
+        """Makes every call of a method a phase, which may have another name without gradients."""
         inner = getattr(thing, method)
 
         @wraps(inner)
@@ -123,7 +123,7 @@ class Ours:
 
 
 class Theirs(TrainerCallback):
-    """TRL's trainer. Its loop has a thread of its own, and waits there for its turn after each rollout's updates."""
+    """TRL's trainer. Its loop has its own thread, and waits for its turn after each rollout's updates."""
 
     def __init__(self, trl, config: Config, prompts: list, rounds: int, micro_batch: int):
         self.updates, self.phases, self.records = config.updates_per_step, Phases(), []
@@ -152,7 +152,7 @@ class Theirs(TrainerCallback):
         self.tokenize, self.trainer._tokenize_prompts = self.trainer._tokenize_prompts, self.keep_prompts
 
     def arguments(self, trl, config: Config, rounds: int, micro_batch: int):
-        """The config in TRL's words. What it does not say is TRL's default; its others were no faster here."""
+        """The config as TRL's arguments. The others keep TRL's defaults; no other values were faster here."""
         share = config.prompts_per_step * config.group_size // config.updates_per_step
         return trl.GRPOConfig(
             output_dir=f"{config.output_dir}/trl",
@@ -222,7 +222,7 @@ class Theirs(TrainerCallback):
             self.go.acquire()
 
     def turn(self):
-        """One rollout and its updates. The thread starts here, for trainers must be made before one trains."""
+        """One rollout and its updates. The thread starts here, after all trainers have been constructed."""
         if not self.records:
             threading.Thread(target=self.train, daemon=True).start()
         self.records.append({})

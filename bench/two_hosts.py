@@ -149,7 +149,7 @@ def fault(how: str, names: list[str], runs: dict[Path, subprocess.Popen]):
         ip("-n", names[1], "link", "set", "eth0", "down")
     first.wait()
     print(
-        f"the second host is gone ({how}); {time.perf_counter() - start:.0f} s later the first one ended with "
+        f"second host gone ({how}); {time.perf_counter() - start:.0f} s later the first one ended with "
         f"code {first.returncode} and said:\n{last_words(folder)}"
     )
 
@@ -189,7 +189,7 @@ def compare(two: Path, one: Path) -> dict:
         sys.exit("two hosts have exported other tensors than one")
     gap = max((ours[name] - value).abs().max().item() for name, value in theirs.items())
     print(
-        f"samples with the same text: {same} of {len(ids[1])}; largest difference of exported weights: {gap:.1e}, "
+        f"samples with the same text: {same} of {len(ids[1])}; largest difference of weights: {gap:.1e}, "
         f"in {len(ours)} tensors"
     )
     return dict(

@@ -1,8 +1,9 @@
-"""Test support, not product code: stands in for torchvision, whose published wheel does not load beside a CPU torch.
+"""Test support, not product code: a stub for torchvision, whose wheel does not load with a CPU torch.
 
-sglang and transformers import names from it; for a Qwen nothing of it is ever called. So every submodule can be imported,
-every attribute of one is a class, and every attribute of that is a string.
+sglang and transformers import names from it; for a Qwen nothing of it is ever called. So every submodule can
+be imported, every attribute of one is a class, and every attribute of that is a string.
 """
+
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -23,6 +24,7 @@ class AnyClass(type):
 
 class AnyModule(types.ModuleType):
     """A module that has every attribute, each a class."""
+
     __path__ = []
 
     def __getattr__(self, name):

@@ -1,0 +1,54 @@
+"""README.md and docs/ keep in step with the code: what they quote is there, what they name exists."""
+
+import ast
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent.parent
+TEXTS = [HERE / "README.md", *sorted((HERE / "docs").glob("*.md"))]
+CODE = "\n".join(path.read_text() for path in HERE.rglob("*.py") if ".venv" not in path.parts)
+FOREIGN = {  # flags of torchrun, pip, pytest, ruff and other programs, and placeholders
+    *("standalone", "nproc_per_node", "nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id"),
+    *("master_addr", "master_port", "check", "something", "old", "help", "durations", "host", "port"),
+}
+
+
+def source_of(name: str) -> str:
+    """The source of a function or method of train.py, without its indentation."""
+    source = (HERE / "train.py").read_text()
+    for node in ast.walk(ast.parse(source)):
+        if getattr(node, "name", "") == name:
+            return textwrap.dedent("\n".join(source.split("\n")[node.lineno - 1 : node.end_lineno]))
+    raise AssertionError(f"train.py has no {name}")
+
+
+@pytest.mark.parametrize("name", ["__getitem__", "reward_fn"])
+def test_the_readme_quotes_the_two_functions_to_edit(name):
+    assert source_of(name) in (HERE / "README.md").read_text()
+
+
+def test_the_readme_is_short():
+    assert len((HERE / "README.md").read_text().splitlines()) <= 200
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_every_flag_that_a_text_names_exists(path):
+    named = set(re.findall(r"(?<![\w-])--([a-z][a-z_0-9]*)(?![\w-])", path.read_text()))
+    unknown = {
+        name for name in named - FOREIGN if not re.search(rf"\b{name}: |[\"']--{name}[\"']|\b{name}=", CODE)
+    }
+    assert not unknown
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_every_file_that_a_text_names_exists(path):
+    named = set(
+        re.findall(r"\b((?:extras|recipes|tools|bench|tests|docs|assets)/[\w/]+\.\w+)", path.read_text())
+    )
+    assert not {name for name in named if "NAME" not in name and not (HERE / name).exists()}
+    modules = set(re.findall(r"-m ((?:recipes|tools|bench)\.\w+)", path.read_text()))
+    modules -= {"recipes.NAME", "recipes.name", "bench.NAME", "tools.NAME"}
+    assert not {name for name in modules if not (HERE / f"{name.replace('.', '/')}.py").exists()}
