@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -279,6 +280,9 @@ def explain(error: BaseException) -> str:
             f"{brief(error).partition('. ')[0]}: lower --tokens_per_micro_batch, or mem_fraction_static in "
             "--sglang_args, or set --offload True; python -m tools.plan counts what fits"
         )
+    if isinstance(error, shutil.Error):  # of copytree: a list of all files that could not be copied
+        source, target, reason = error.args[0][0]
+        return f"{target} could not be written: {reason}"
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return f"{error.strerror}: {error.filename or 'a file of this run'}; free space, and --resume the run"
     if isinstance(error, jinja2.TemplateError):
