@@ -502,6 +502,19 @@ def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, kind, tied):
 
 
 # -------------------------------------------- 8. Log-probs ------------------------------------------------
+def test_head_logprobs_are_computed_in_chunks(mesh):
+    torch.manual_seed(0)
+    states = torch.randn(300, 4, requires_grad=True)
+    head = torch.randn(2**16, 4, requires_grad=True)  # so large that 256 tokens make a chunk
+    targets = torch.randint(0, 2**16, (300,))
+    found, _ = train.head_logprobs(states, targets, head, 1.0, 2**16, mesh["tp"])
+    gradients = torch.autograd.grad(found.sum(), [states, head])
+    plain = torch.log_softmax(states @ head.T, dim=1).gather(1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found, plain, rtol=1e-5, atol=1e-5)
+    for gradient, expected in zip(gradients, torch.autograd.grad(plain.sum(), [states, head])):
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("temperature, used, length", [(1.0, 64, 7), (0.7, 61, 300), (1.3, 1, 256)])
 def test_head_logprobs_equal_plain_autograd(mesh, temperature, used, length):
     generator = torch.Generator().manual_seed(0)

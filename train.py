@@ -453,10 +453,8 @@ def shard(model, mesh: dict[str, DeviceMesh], config: Config):
 
 # --------------------------------------------- 8. Log-probs -----------------------------------------------
 def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp: DeviceMesh):
-    """Log-probs [N] and entropies [N] of targets [N], from states [N, H] and this rank's head [V / tp, H].
-
-    Logits exist for 256 tokens and a slice of the vocabulary at a time; the backward pass recomputes them.
-    """
+    """Log-probs [N] and entropies [N] of targets [N], from states [N, H] and this rank's head [V / tp, H]."""
+    rows = max(256, 2**24 // len(head))  # tokens with logits at a time; the backward pass recomputes these
     vocab = torch.arange(len(head), device=head.device) + tp.get_local_rank() * len(head)
     head = head.float()  # so that its gradient is summed over chunks in fp32
     if tp.size() > 1:  # the gradient of the states is a sum over the ranks
@@ -466,7 +464,7 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
         return DTensor.from_local(values, tp, [Partial(op)]).full_tensor() if tp.size() > 1 else values
 
     def score(states, targets):
-        logits = (states @ head.to(states.dtype).T).float() / temperature  # [256, V / tp]
+        logits = (states @ head.to(states.dtype).T).float() / temperature  # [rows, V / tp]
         logits = logits.masked_fill(vocab >= vocab_size, -1e30)  # padding, which is no token
         logits = logits - reduced(logits.detach().amax(dim=1), "max")[:, None]
         odds = logits.exp()
@@ -474,7 +472,7 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
         chosen, total, weighted = reduced(torch.stack([chosen, odds.sum(dim=1), (odds * logits).sum(dim=1)]))
         return chosen - total.log(), total.log() - weighted / total
 
-    chunks = zip(states.split(256), targets.split(256))
+    chunks = zip(states.split(rows), targets.split(rows))
     scores = [checkpoint(score, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
     return tuple(map(torch.cat, zip(*scores)))
 
