@@ -33,7 +33,6 @@ PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
 PROMPT = 512  # tokens of a prompt, which no flag tells
 STEP = 1024  # tokens between the budgets that are tried
-CHUNK = 256  # tokens whose logits exist at once, from train.head_logprobs
 LOGIT = 21  # bytes per logit of a chunk at the peak of its backward pass, measured
 
 
@@ -147,9 +146,10 @@ def saved_by_layer(n: SimpleNamespace) -> float:
 
 def logprob_bytes(n: SimpleNamespace, trained: int) -> float:
     """Bytes of head_logprobs at its peak, in the backward pass of a chunk, with c logits."""
-    c = min(trained, CHUNK) * n.vocab
+    rows = max(256, 2**24 // n.vocab)  # tokens whose logits exist at once, as in train.head_logprobs
+    c = min(trained, rows) * n.vocab
     copies = (4 + n.s) * n.head if n.s < 4 else 0  # the head in fp32, and the chunk's in the compute dtype
-    before = 4 * n.head if trained > CHUNK else 0  # the head's gradient over earlier chunks, in fp32
+    before = 4 * n.head if trained > rows else 0  # the head's gradient over earlier chunks, in fp32
     own = (4 + (n.s if n.s < 4 else 0)) * n.head  # that of this chunk, and before its cast
     rest = 8 * c  # while it is computed: the gradient of the logits, and what autograd still holds
     return copies + before + max(LOGIT * c, own + rest) + n.s * n.hidden * trained  # the states' gradient
