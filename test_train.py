@@ -6,6 +6,7 @@ network. What needs several processes is run by tests/parity.py.
 
 import ast
 import asyncio
+import errno
 import inspect
 import itertools
 import json
@@ -485,7 +486,7 @@ def test_the_gpu_kernel_is_asked_for_what_the_cpu_computes(monkeypatch):
     torch.testing.assert_close(on_gpu.as_subclass(torch.Tensor), on_cpu, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind, tied", parity.FORMS)
+@pytest.mark.parametrize("kind, tied", [*parity.FORMS, ("llama", False)])
 def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, kind, tied):
     folder = random_model(tmp_path, kind, tied)
     policy = train.load_policy(str(folder), mesh, Config(temperature=0.6, device="cpu"), VOCAB)
@@ -626,6 +627,20 @@ def small(mesh, tmp_path):
 
 def weights_of(actor) -> dict:
     return {name: value.full_tensor().detach().clone() for name, value in actor.parameters.items()}
+
+
+def test_an_export_that_fails_looks_like_no_model(small, tmp_path, monkeypatch):
+    def full_disk(weights, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    trainer = small()
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(train, "save_torch_state_dict", full_disk)
+        trainer.actor.save(trainer.config.model, tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    for _ in range(2):  # a run that was resumed exports again
+        trainer.actor.save(trainer.config.model, tmp_path / "model")
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("model")] == ["model"]
 
 
 def test_samples_without_advantage_count_but_stay_out(small):

@@ -405,10 +405,9 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
     """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors."""
     column = parallel.ColwiseParallel()
     row = parallel.RowwiseParallel()
+    by_vocabulary = parallel.RowwiseParallel(input_layouts=Replicate())
     plan = {
-        "model.embed_tokens": parallel.RowwiseParallel(
-            input_layouts=Replicate()
-        ),  # by vocabulary, as the head
+        "model.embed_tokens": by_vocabulary,  # as the head
         "model.layers.*.self_attn.q_proj": column,  # whole heads
         "model.layers.*.self_attn.k_proj": column,
         "model.layers.*.self_attn.v_proj": column,
@@ -455,7 +454,7 @@ def shard(model, mesh: dict[str, DeviceMesh], config: Config):
 def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp: DeviceMesh):
     """Log-probs [N] and entropies [N] of targets [N], from states [N, H] and this rank's head [V / tp, H]."""
     rows = max(256, 2**24 // len(head))  # tokens with logits at a time; the backward pass recomputes these
-    vocab = torch.arange(len(head), device=head.device) + tp.get_local_rank() * len(head)
+    first = tp.get_local_rank() * len(head)  # the first token of this rank's part of the vocabulary
     head = head.float()  # so that its gradient is summed over chunks in fp32
     if tp.size() > 1:  # the gradient of the states is a sum over the ranks
         states = DTensor.from_local(states, tp, [Replicate()]).to_local(grad_placements=[Partial()])
@@ -464,12 +463,14 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
         return DTensor.from_local(values, tp, [Partial(op)]).full_tensor() if tp.size() > 1 else values
 
     def score(states, targets):
-        logits = (states @ head.to(states.dtype).T).float() / temperature  # [rows, V / tp]
-        logits = logits.masked_fill(vocab >= vocab_size, -1e30)  # padding, which is no token
-        logits = logits - reduced(logits.detach().amax(dim=1), "max")[:, None]
+        logits = (states @ head.to(states.dtype).T).float().div_(temperature)  # [rows, V / tp]
+        logits[:, max(0, vocab_size - first) :] = -1e30  # padding, which is no token
+        logits.sub_(reduced(logits.detach().amax(dim=1), "max")[:, None])
         odds = logits.exp()
-        chosen = (logits * (targets[:, None] == vocab)).sum(dim=1)  # 0 where another rank has the target
-        chosen, total, weighted = reduced(torch.stack([chosen, odds.sum(dim=1), (odds * logits).sum(dim=1)]))
+        here = (targets >= first) & (targets < first + len(head))  # else another rank has the target
+        chosen = logits.gather(1, ((targets - first) * here)[:, None])[:, 0] * here
+        sums = [chosen, odds.sum(dim=1), torch.linalg.vecdot(odds, logits)]
+        chosen, total, weighted = reduced(torch.stack(sums))
         return chosen - total.log(), total.log() - weighted / total
 
     chunks = zip(states.split(rows), targets.split(rows))
@@ -542,10 +543,9 @@ class Actor:
         left = set(self.parameters)
         for unit in [*self.model.model.layers, self.model]:
             unit.unshard()  # one collective, already in the compute dtype
-            bucket = [one for one in unit.named_parameters(names[id(unit)]) if one[0] in left]
-            bucket = [(name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in bucket]
-            bucket = [(name, whole.clone()) for name, whole in bucket]  # reshard frees the others
-            unit.reshard()
+            new = [one for one in unit.named_parameters(names[id(unit)]) if one[0] in left]
+            bucket = [(name, (w.full_tensor() if isinstance(w, DTensor) else w).clone()) for name, w in new]
+            unit.reshard()  # frees what was gathered, not these clones
             left -= {name for name, _ in bucket}  # those of the layers are also the whole model's
             yield bucket
 
@@ -555,11 +555,14 @@ class Actor:
         for bucket in self.whole_weights():
             whole |= {name: weight.cpu() for name, weight in bucket if RANK == 0}
         if RANK == 0:
+            partial = folder.with_suffix(".partial")  # a full disk leaves nothing that looks like a model
             weights = shutil.ignore_patterns("*.safetensors*", "*.bin", ".*")
-            shutil.copytree(path, folder, ignore=weights, dirs_exist_ok=True)
-            save_torch_state_dict(whole, folder)
+            shutil.copytree(path, partial, ignore=weights, dirs_exist_ok=True)
+            save_torch_state_dict(whole, partial)
             self.model.config.dtype = self.config.dtype
-            self.model.config.save_pretrained(folder)
+            self.model.config.save_pretrained(partial)
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
 
 
 # ----------------------------------------------- 10. SGLang -----------------------------------------------
@@ -836,8 +839,7 @@ class Trainer:
         """The mean reward on the evaluation data."""
         prompts = [(row, row) for row in range(self.rank, len(self.eval_data), self.ranks)]
         samples = self.sample(self.eval_data, prompts, 1, self.config.eval_temperature)
-        rewards = [sample.reward for sample in samples]
-        total, count = reduce_over(self.mesh["dp"], [sum(rewards), len(rewards)])
+        total, count = reduce_over(self.mesh["dp"], [sum(sample.reward for sample in samples), len(samples)])
         return {"eval_score": total / count}
 
     def open_log(self):

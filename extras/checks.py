@@ -25,9 +25,11 @@ from pathlib import Path
 import jinja2
 import torch
 import torch.distributed as dist
+import wandb
 from accelerate.utils import set_seed
 from huggingface_hub import snapshot_download
 from torch.distributed import distributed_c10d
+from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 from transformers.hf_argparser import HfArgumentParser
 
@@ -41,12 +43,13 @@ NOT_NEGATIVE = (
     "clip_low clip_high kl_coef entropy_coef tis_cap steps warmup_steps eval_every eval_temperature "
     "save_every reward_workers max_failures token_groups"
 ).split()
-FAMILIES = ("qwen2", "qwen3")  # Qwen2.5 is a qwen2
+FAMILIES = ("qwen2", "qwen3", "llama")  # Qwen2.5 is a qwen2
 SECRET = re.compile("api_key|password|secret|auth_token|access_token")
 FIRST_ROWS = 8  # of a dataset, made prompts before the run starts
 MAX_SKIPPED_STEPS = 5  # in a row, without a finite gradient
 GPU_FILE = Path("/dev/nvidia0")  # is there if the machine has a GPU and its driver
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+WANDB_SECONDS = 60  # for the last numbers of a run; without a limit wandb waits for its server for ever
 
 
 def brief(error: BaseException) -> str:
@@ -340,6 +343,29 @@ def set_timeouts(seconds: float):
         set_timeout(limit, group)
 
 
+@contextmanager
+def wandb_or_offline():
+    """Makes wandb.init log offline where its server cannot be reached. A refused key is a UserError."""
+    init = wandb.init
+
+    def init_or_offline(mode: str, **options):
+        options["settings"] = wandb.Settings(finish_timeout=WANDB_SECONDS)
+        try:
+            return init(mode=mode, **options)
+        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
+            raise UserError(f"--wandb {mode}: {brief(error)}") from error
+        except wandb.Error as error:
+            folder = options.get("dir")
+            tqdm.write(f"wandb: {brief(error)}; logged in {folder}/wandb, for `wandb sync` to send later")
+            return init(mode="offline", **options)
+
+    wandb.init = init_or_offline
+    try:
+        yield
+    finally:
+        wandb.init = init
+
+
 def check_failures(samples: list, share: float, mesh):
     """Raises UserError on all ranks if more than this share of all ranks' samples failed."""
     failures = [sample.failure for sample in samples if sample.failure]
@@ -383,7 +409,8 @@ def extend(trainer_class: type) -> type:
 
         def open_log(self):
             try:
-                super().open_log()
+                with wandb_or_offline():
+                    super().open_log()
             except OSError as error:
                 raise UserError(f"--output_dir {self.folder} cannot be written: {error}") from error
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import wandb
 from hypothesis import given, settings, strategies
 from transformers import BertConfig, Qwen3Config
 from transformers.hf_argparser import HfArgumentParser
@@ -409,6 +410,27 @@ def test_prompts_that_are_too_long_are_counted(mesh):
 def test_a_full_disk_is_named(mesh):
     with pytest.raises(UserError, match="folder cannot be written: No space left on device"):
         checked_trainer(mesh).write(1, {}, [])
+
+
+def test_a_run_logs_offline_where_wandb_cannot_be_reached(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def init(mode, **options):
+        asked.append((mode, options["settings"].finish_timeout))
+        if mode == "online":
+            raise error
+        return "a run"
+
+    monkeypatch.setattr(wandb, "init", init)
+    error = wandb.errors.CommError("connection refused\nand more")
+    with checks.wandb_or_offline():
+        assert wandb.init(project="grpo", mode="online", dir=tmp_path) == "a run"
+    assert asked == [("online", 60), ("offline", 60)] and wandb.init is init
+    assert f"wandb: connection refused; logged in {tmp_path}/wandb" in capsys.readouterr().out
+    error = wandb.errors.AuthenticationError("no such key")
+    with pytest.raises(UserError, match="--wandb online: no such key"), checks.wandb_or_offline():
+        wandb.init(project="grpo", mode="online", dir=tmp_path)
+    assert wandb.init is init
 
 
 def test_timeouts_name_their_flag(mesh, tokenizer):

@@ -431,7 +431,7 @@ def test_a_game_runs_on_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_rollouts_run_ahead_of_the_update(tmp_path):
-    """One step off, with the local engine on a thread in place of servers; the update starts when a rollout ends."""
+    """The local engine on a thread takes the place of servers; updates wait for the rollout ahead."""
     script = (
         "from concurrent.futures import wait\n"
         "from recipes import one_step_off as recipe\n"
