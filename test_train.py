@@ -1,29 +1,27 @@
 """The tests of train.py, in its order: what it promises, section by section.
 
 Numbers are worked out by hand in a comment, or come from a slow and plain reference. They need no GPU and no
-network. What needs several processes is run by tests/parity.py.
+network. What needs several processes is run by tests/parity.py. Details are tested in tests/: test_flags.py,
+test_dataset.py, test_failures.py, test_sglang.py, test_gpu.py, test_extras.py and, for rewards.py,
+test_rewards.py.
 """
 
 import ast
 import asyncio
 import errno
-import inspect
 import itertools
 import json
 import math
 import shutil
-import sys
 from copy import deepcopy
-from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from safetensors import safe_open
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoModelForCausalLM
 
 import train
@@ -41,106 +39,15 @@ from tests.conftest import (
     run,
     some_samples,
     tokenizer,
+    whole,
 )
-from train import Config, RLDataset, Sample, Trainer, UserError, flag, parse_flags
+from train import Config, RLDataset, Sample, Trainer, UserError, parse_flags
 
-__all__ = ["mesh", "tokenizer"]  # fixtures
+__all__ = ["mesh", "tokenizer", "whole"]  # fixtures
 GREETING = [{"role": "user", "content": "hi"}]
 
 
-# --------------------------------------------- 1. Config --------------------------------------------------
-def test_a_bare_command_on_a_cpu_is_the_embedded_job(monkeypatch):
-    monkeypatch.setattr(train, "GPU", False)
-    config = parse_flags(Config, [])
-    assert config.model.endswith("assets/tiny") and config.data.endswith("countdown/train.jsonl")
-    assert config.eval_data.endswith("countdown/test.jsonl") and (config.steps, config.lr) == (30, 1e-4)
-    assert parse_flags(Config, ["--steps", "7"]).steps == 7
-    assert parse_flags(Config, ["--model", "x"]) == parse_flags(Config, ["--model=x"]) == Config(model="x")
-    monkeypatch.setattr(train, "GPU", True)
-    assert parse_flags(Config, []) == Config()
-
-
-def test_own_data_is_evaluated_only_by_own_eval_data():
-    for data in (["--data", "mine.jsonl"], ["--data=mine.jsonl"]):
-        assert parse_flags(Config, data).data == "mine.jsonl" and parse_flags(Config, data).eval_data == ""
-        assert parse_flags(Config, [*data, "--eval_data", "b"]).eval_data == "b"
-    assert parse_flags(Config, ["--model", "x"]).eval_data == Config.eval_data
-
-
-def test_a_recipe_changes_defaults_and_flags_win():
-    @dataclass
-    class Recipe(Config):
-        lr: float = flag(0.5, "peak learning rate")
-        judge: str = flag("", "name of a judge")
-
-    assert parse_flags(Recipe, ["--model", "x"]).lr == 0.5
-    config = parse_flags(Recipe, ["--model", "x", "--lr", "2", "--judge", "me"])
-    assert (config.lr, config.judge, config.steps) == (2.0, "me", Config.steps)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--lrr", "1"], ["--step", "1"], ["--lr", "a"], ["--gate", "no"], ["x"]]
-)
-def test_wrong_flags_end_with_code_2(arguments, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        parse_flags(Config, arguments)
-    assert arguments[0].strip("-") in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("field", fields(Config), ids=lambda field: field.name)
-def test_every_flag_has_a_noun_phrase_as_help(field):
-    text = field.metadata["help"]
-    assert 8 < len(text) < 90 and not text.endswith(".") and "%" not in text
-    verbs = (
-        "use run set enable disable give take whether divide normalize sample evaluate save recompute is do"
-    )
-    assert text.split()[0].lower() not in verbs.split()
-
-
 # -------------------------------------------- 2. The task -------------------------------------------------
-ROWS = [  # what `datasets` would make something else of: dates, large integers, line separators
-    {"question": "2024-01-01", "answer": 10**30},
-    {"question": "\u2028", "answer": "1"},
-    {"answer": [None, 9007199254740993]},
-]
-
-
-def test_json_is_read_as_it_is(tmp_path):
-    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS) + "\n"
-    (tmp_path / "a.jsonl").write_text(lines, "utf-8-sig")
-    (tmp_path / "a.json").write_text(json.dumps(ROWS, indent=1))
-    (tmp_path / "lines.json").write_text(lines)
-    for name in ("a.jsonl", "a.json", "lines.json"):
-        assert list(RLDataset(str(tmp_path / name)).rows) == ROWS
-        for split, rows in (
-            ("[1:]", ROWS[1:]),
-            ("[:1]", ROWS[:1]),
-            ("[-1:]", ROWS[2:]),
-            ("[:67%]", ROWS[:2]),
-        ):
-            assert list(RLDataset(f"{tmp_path / name}:train{split}").rows) == rows
-
-
-def test_parquet_and_its_slices(tmp_path):
-    rows = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]
-    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    assert list(RLDataset(str(tmp_path / "a.parquet")).rows) == rows
-    assert len(RLDataset(f"{tmp_path / 'a.parquet'}:train[1:]")) == 1
-
-
-@pytest.mark.parametrize(
-    "source, asked, split",
-    [
-        ("openai/gsm8k/main:test[:5]", ("openai/gsm8k", "main"), "test[:5]"),
-        ("owner/set", ("owner/set",), "train"),
-        ("owner/set.v2:test", ("owner/set.v2",), "test"),
-    ],
-)
-def test_names_of_the_hub(monkeypatch, source, asked, split):
-    monkeypatch.setattr(train, "load_dataset", lambda *args, **options: [(args, options)])
-    assert RLDataset(source).rows == [(asked, {"split": split})]
-
-
 def test_reward_fn_on_mixed_rows(tmp_path):
     rows = [
         {"nums": [1, 2], "target": 3},
@@ -436,56 +343,12 @@ def test_pack_loses_nothing_and_keeps_the_budget(count):
 
 
 # --------------------------------------- 6. Processes and inputs ------------------------------------------
-def test_extras_are_optional_unless_a_flag_requires_them(monkeypatch):
-    assert train.load_extra("local_engine").Engine and train.load_extra("no_such_extra") is None
-    with pytest.raises(UserError, match="^--engine requires extras/no_such_extra.py beside train.py$"):
-        train.load_extra("no_such_extra", "--engine")
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    assert train.load_extra("monitor") is None
-
-
 def test_meshes_of_one_process(mesh):
     assert {name: part.size() for name, part in mesh.items()} == {"dp": 1, "tp": 1, "fsdp": 1}
     assert train.reduce_over(mesh["dp"], [1, 2.5]) == [1.0, 2.5]
 
 
 # -------------------------------------------- 7. Sharding -------------------------------------------------
-class Pretended(torch.Tensor):
-    """A tensor that says it is on a GPU."""
-
-    is_cuda = True
-
-
-def test_the_gpu_kernel_is_asked_for_what_the_cpu_computes(monkeypatch):
-    def plain_varlen(*arguments, **options):
-        given = (
-            inspect.signature(varlen_attn).bind(*arguments, **options).arguments
-        )  # raises where torch would
-        assert (
-            given["max_q"] == given["max_k"] == 7 and given["window_size"] == (-1, 0) and given["enable_gqa"]
-        )
-        assert given["cu_seq_q"] is given["cu_seq_k"] and given["cu_seq_q"].dtype == torch.int32
-        parts = []
-        for start, end in itertools.pairwise(given["cu_seq_q"].tolist()):
-            q, k, v = (given[name][start:end] for name in ("query", "key", "value"))
-            q, k, v = (part.as_subclass(torch.Tensor).float() for part in (q, k, v))
-            k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))  # [length, heads, width]
-            scores = torch.einsum("qhd,khd->hqk", q, k) * given["scale"]
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-            parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-        return torch.cat(parts)
-
-    monkeypatch.setattr(train, "varlen_attn", plain_varlen)
-    q, k, v = (torch.randn(1, heads, 12, 8).bfloat16() for heads in (4, 2, 2))
-    options = {"mask": None, "scaling": 0.3, "longest": 7}
-    options["bounds"] = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
-    pretended = [part.as_subclass(Pretended) for part in (q, k, v)]
-    on_gpu, _ = train.packed_attention(None, *pretended, **options)
-    on_cpu, _ = train.packed_attention(None, q.float(), k.float(), v.float(), **options)
-    assert on_gpu.shape == on_cpu.shape == (1, 12, 4, 8)
-    torch.testing.assert_close(on_gpu.as_subclass(torch.Tensor), on_cpu, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("kind, tied", [*parity.FORMS, ("llama", False)])
 def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, kind, tied):
     folder = random_model(tmp_path, kind, tied)
@@ -567,13 +430,16 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def parity_job(job: str, inputs, folder):
-    done = run("tests/parity.py", job, inputs, folder)
-    assert done.returncode == 0 and (folder / f"{job}.json").exists(), done.stderr[-3000:]
+@pytest.fixture(scope="session")
+def compared(inputs, tmp_path_factory):
+    """The folder with what tests/parity.py has computed in 1, 2 and 4 processes."""
+    folder = tmp_path_factory.mktemp("compared")
+    done = run("tests/parity.py", "few", inputs, folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
 
 
-def test_loss_and_gradient_do_not_depend_on_ranks_split_or_tp(inputs, tmp_path):
-    parity_job("gradients", inputs, tmp_path)
+def test_loss_and_gradient_do_not_depend_on_ranks_split_or_tp(inputs, compared):
     for kind, tied in parity.FORMS:
         name = f"{kind}-{'tied' if tied else 'untied'}"
         samples = torch.load(inputs / f"{name}.pt", weights_only=False)
@@ -583,7 +449,7 @@ def test_loss_and_gradient_do_not_depend_on_ranks_split_or_tp(inputs, tmp_path):
         for processes, case in [(n, case) for n, cases in parity.FEW.items() for case in cases]:
             (loss,) = parity.losses_of(case, parity.FEW)
             expected, gradients = plain[loss]
-            record = torch.load(tmp_path / f"{name}-{loss}-{processes}-{case}.pt")
+            record = torch.load(compared / f"{name}-{loss}-{processes}-{case}.pt")
             norm = torch.cat([gradient.flatten() for gradient in gradients.values()]).norm().item()
             assert record["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6), (name, case)
             assert record["grad_norm"] == pytest.approx(norm, rel=1e-5), (name, case)
@@ -596,19 +462,19 @@ def test_loss_and_gradient_do_not_depend_on_ranks_split_or_tp(inputs, tmp_path):
                 assert error < 1e-5, (name, processes, case, loss, key, error)
 
 
-def test_whole_weights_are_those_of_the_folder_and_the_export_loads(inputs, tmp_path):
-    parity_job("weights", inputs, tmp_path)  # which compares them to the bit
+def test_whole_weights_are_those_of_the_folder_and_the_export_loads(inputs, compared):
+    # tests/parity.py has compared the whole weights to the bit.
     for kind, tied in parity.FORMS:
         name = f"{kind}-{'tied' if tied else 'untied'}"
-        exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name}-export")
+        exported = AutoModelForCausalLM.from_pretrained(compared / f"{name}-export")
         original = AutoModelForCausalLM.from_pretrained(inputs / name)
         assert exported.config.dtype == torch.bfloat16
         for key, value in original.state_dict().items():
             assert torch.equal(exported.state_dict()[key], value.bfloat16()), (name, key)
         assert (exported.lm_head.weight is exported.model.embed_tokens.weight) == tied
-        files = (tmp_path / f"{name}-export").glob("*.safetensors")
+        files = (compared / f"{name}-export").glob("*.safetensors")
         keys = [key for file in files for key in safe_open(file, "pt").keys()]
-        assert ("lm_head.weight" in keys) != tied and (tmp_path / f"{name}-export/tokenizer.json").exists()
+        assert ("lm_head.weight" in keys) != tied and (compared / f"{name}-export/tokenizer.json").exists()
 
 
 @pytest.fixture
@@ -709,185 +575,7 @@ def test_the_optimizer_follows_its_flags(small):
     assert actor.optimizer.param_groups[0]["betas"] == (0.9, 0.99)
 
 
-# --------------------------------------------- 10. SGLang -------------------------------------------------
-class FakeEngine:
-    """Notes what is asked of it, as sglang.Engine."""
-
-    def __init__(self, **options):
-        self.options = options
-        self.loop = asyncio.new_event_loop()
-        self.calls = []
-        self.answers = {}
-        self.busy = 2
-
-    def __getattr__(self, name):
-        def call(*args, **options):
-            self.calls.append((name, *args, *options.values()))
-            return self.answers.get(name)
-
-        return call
-
-    def flush_cache(self):
-        self.busy -= 1
-        return SimpleNamespace(success=self.busy < 0)
-
-    async def async_generate(self, **request):
-        self.calls.append(request)
-        return {"meta_info": self.answers["generate"]}
-
-
-@pytest.fixture
-def sglang_engine(monkeypatch, tokenizer):
-    """A function that makes the SGLangEngine of a rank of two, with a stub for sglang."""
-    names = [
-        "sglang",
-        "sglang.srt",
-        "sglang.srt.utils",
-        "sglang.srt.utils.patch_torch",
-        "sglang.srt.weight_sync",
-    ]
-    modules = {name: ModuleType(name) for name in [*names, "sglang.srt.weight_sync.tensor_bucket"]}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    serializer = SimpleNamespace(serialize=lambda content: content)
-    modules["sglang"].Engine = FakeEngine
-    modules["sglang.srt.utils"].MultiprocessingSerializer = serializer
-    modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
-    modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = lambda named_tensors: (
-        SimpleNamespace(
-            get_flattened_tensor=lambda: torch.cat([tensor.flatten() for _, tensor in named_tensors]),
-            get_metadata=lambda: [name for name, _ in named_tensors],
-        )
-    )
-    waits = []
-    monkeypatch.setattr(train.dist, "all_reduce", lambda *args, **options: waits.append("barrier"))
-
-    def gather(payloads, mine, group):
-        waits.append("gather")
-        payloads[:] = [mine, "of rank 1"]
-
-    monkeypatch.setattr(train.dist, "all_gather_object", gather)
-
-    def make(rank=0, **flags):
-        group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
-        tp = {"tp": SimpleNamespace(get_group=lambda: group)}
-        config = Config(
-            **{"dtype": "float32", "device": "cpu", "sglang_args": '{"log_level": "info"}'} | flags
-        )
-        engine = train.SGLangEngine(str(TINY), tokenizer, tp, config)
-        engine.waits = waits
-        return engine
-
-    sharing = torch.multiprocessing.get_sharing_strategy()
-    yield make
-    torch.multiprocessing.set_sharing_strategy(sharing)
-
-
-BUCKETS = [[("a", torch.ones(2))], [("b", torch.zeros(1)), ("c", torch.ones(1, 1))]]
-
-
-def test_sglang_gets_each_push_in_this_order(sglang_engine):
-    engine = sglang_engine()
-    options = engine.engine.options
-    assert (options["model_path"], options["dtype"], options["device"]) == (str(TINY), "float32", "cpu")
-    assert options["tp_size"] == 2 and options["skip_tokenizer_init"] and options["log_level"] == "info"
-    assert engine.loop is engine.engine.loop and engine.vocab_size == 512 and not engine.exact
-    assert list(range(6))[engine.share] == list(range(6))  # of the tensor-parallel group's prompts
-    engine.sleep()
-    engine.push(deepcopy(bucket) for bucket in BUCKETS)
-    calls = engine.engine.calls
-    assert engine.engine.busy == -1 and engine.version == 1
-    assert [call[0] for call in calls] == [
-        "release_memory_occupation", "resume_memory_occupation", "begin_weight_update",
-        "update_weights_from_tensor", "update_weights_from_tensor", "end_weight_update",
-        "resume_memory_occupation",
-    ]  # fmt: skip
-    assert calls[1][1] == ["weights"] and calls[6][1] == ["kv_cache", "cuda_graph"]
-    first, second = calls[3], calls[4]
-    assert first[2:] == ("flattened_bucket", False) and first[1][1] == "of rank 1"  # a payload per rank
-    assert first[1][0]["metadata"] == ["a"] and first[1][0]["flattened_tensor"].tolist() == [1, 1]
-    assert second[1][0]["metadata"] == ["b", "c"] and second[1][0]["flattened_tensor"].tolist() == [0, 1]
-    engine.close()
-    assert calls[-1] == ("shutdown",)
-
-
-def test_other_ranks_wait_for_the_one_that_talks_to_sglang(sglang_engine):
-    waits = []
-    for rank in (0, 1):
-        engine = sglang_engine(rank)
-        engine.sleep()
-        engine.push(deepcopy(bucket) for bucket in BUCKETS)
-        engine.close()
-        waits.append(list(engine.waits))
-        engine.waits.clear()
-    assert waits[0] == waits[1] and waits[0].count("gather") == 2
-    assert engine.engine is None and list(range(6))[engine.share] == [] and engine.version == 1
-
-
-@pytest.mark.parametrize(
-    "answer", [(False, "too large"), SimpleNamespace(success=False, message="too large")]
-)
-@pytest.mark.parametrize("method", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"])
-def test_failures_that_sglang_only_returns_raise(sglang_engine, method, answer):
-    engine = sglang_engine()
-    engine.engine.answers[method] = answer
-    with pytest.raises(RuntimeError, match=f"sglang: {method} failed: .*too large"):
-        engine.push(deepcopy(bucket) for bucket in BUCKETS)
-    engine.engine.answers[method] = (True, "fine")
-    engine.push(deepcopy(bucket) for bucket in BUCKETS)
-
-
-def test_a_completion_of_sglang(sglang_engine):
-    engine = sglang_engine(max_new_tokens=9)
-    engine.version = 3
-    answer = {
-        "output_token_logprobs": [(-0.5, 7, None), (None, 8, None)],
-        "finish_reason": {"type": "length"},
-        "completion_tokens": 2,
-    }
-    engine.engine.answers["generate"] = answer
-    ids, logprobs, version, truncated = asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
-    assert (
-        list(ids) == [7, 8]
-        and logprobs[0] == -0.5
-        and math.isnan(logprobs[1])
-        and (version, truncated) == (3, True)
-    )
-    request = engine.engine.calls[-1]
-    assert request["input_ids"] == [1, 2] and request["return_logprob"]
-    sampling = {"temperature": 0.7, "sampling_seed": 11, "stop_token_ids": [2], "max_new_tokens": 9}
-    assert request["sampling_params"] == sampling
-    answer["finish_reason"] = {"type": "stop"}
-    assert not asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 4))[3]
-    assert engine.engine.calls[-1]["sampling_params"]["max_new_tokens"] == 4
-    with pytest.raises(ValueError, match="2 of 3 log-probs"):
-        engine.engine.answers["generate"] = answer | {"completion_tokens": 3}
-        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
-    engine.engine.answers["generate"] = answer
-    answer["finish_reason"] = {"type": "abort", "message": "full"}
-    with pytest.raises(RuntimeError, match="SGLang aborted a request: .*full"):
-        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
-
-
 # --------------------------------------------- 11. Trainer ------------------------------------------------
-@pytest.fixture
-def whole(mesh, tmp_path, monkeypatch):
-    """A function that makes a whole Trainer of the embedded job, with rewards that differ within groups."""
-    monkeypatch.setattr(train, "init_distributed", lambda config: mesh)
-    runs = itertools.count()
-
-    def make(
-        reward_fn=lambda sample: int(sample.tokens["id"].sum()) % 7, env_step=train.env_step, **flags
-    ) -> Trainer:
-        options = {"model": str(TINY), "data": f"{COUNTDOWN}/train.jsonl:train[:20]", "eval_data": ""}
-        options |= {"engine": "local", "device": "cpu", "dtype": "float32", "steps": 5, "prompts_per_step": 4}
-        options |= {"group_size": 2, "max_new_tokens": 8, "lr": 1e-3, "warmup_steps": 0}
-        options |= {"gradient_checkpointing": False, "output_dir": str(tmp_path / f"run{next(runs)}")}
-        return Trainer(Config(**options | flags), RLDataset, reward_fn, env_step)
-
-    return make
-
-
 def test_prompts_are_a_new_permutation_every_epoch(whole):
     prompts = whole(steps=10, prompts_per_step=6).prompts  # three epochs of 20 rows, and a part of a fourth
     assert [place for place, _ in prompts] == list(range(len(prompts))) and len(prompts) >= 60
@@ -923,14 +611,11 @@ def test_groups_have_one_prompt_and_samples_of_their_own(whole):
     assert [sample.key for sample in samples] == [(8, 0), (8, 1), (8, 2), (9, 0), (9, 1), (9, 2)]
     expected = train.encode_prompt(trainer.tokenizer, trainer.data[3].messages)
     for sample in samples[:3]:
-        assert (
-            sample.row == trainer.data[3].row
-            and not sample.failure
-            and sample.reward == sample.tokens["id"].sum() % 7
-        )
+        assert sample.row == trainer.data[3].row and not sample.failure
+        assert sample.reward == sample.tokens["id"].sum() % 7
         assert sample.tokens["id"][: len(expected)].tolist() == expected
-        assert (
-            not sample.tokens["mask"][: len(expected)].any() and sample.tokens["mask"][len(expected) :].all()
+        assert sample.tokens["mask"].tolist() == [0] * len(expected) + [1] * (
+            len(sample.tokens) - len(expected)
         )
     assert len({sample.tokens["id"].tobytes() for sample in samples[:3]}) > 1  # each with its own seed
     again = trainer.sample(trainer.data, [(9, 5)], 3, 1.0)
@@ -939,62 +624,6 @@ def test_groups_have_one_prompt_and_samples_of_their_own(whole):
     assert [one.text for one in other] != [one.text for one in again]
     trainer.room = len(expected) - 1
     assert [s.key[0] for s in trainer.sample(trainer.data, [(8, 3)], 3, 1.0)] == []  # no room for a turn
-
-
-def score(reward_fn, metrics=(), **flags) -> Sample:
-    trainer = object.__new__(Trainer)
-    trainer.config, trainer.reward_fn = Config(**flags), reward_fn
-    sample = Sample([], {}, metrics=dict(metrics))
-    asyncio.run(trainer.score(sample))
-    return sample
-
-
-def test_rewards_are_any_finite_numbers():
-    async def later(sample):
-        await asyncio.sleep(0)
-        return 2
-
-    assert score(later).reward == 2.0 and score(lambda sample: True).reward == 1.0
-    assert isinstance(score(lambda sample: np.float32(0.5)).reward, float)
-    for bad in (math.nan, math.inf, -math.inf):
-        with pytest.raises(ValueError, match="reward_fn returned"):
-            score(lambda sample: bad)
-        with pytest.raises(ValueError, match="metrics"):
-            score(lambda sample: 1.0, {"a": bad})
-    for bad in ("1.0", None):
-        with pytest.raises((TypeError, ValueError)):
-            score(lambda sample: bad)
-
-
-def test_an_async_reward_has_a_deadline():
-    async def slow(sample):
-        await asyncio.sleep(0.2)
-        return 1.0
-
-    with pytest.raises(TimeoutError):
-        score(slow, reward_timeout=0.01)
-    assert score(slow, reward_timeout=5).reward == 1.0
-    assert score(slow, reward_timeout=0.01, reward_workers=1).reward == 1.0  # the workers keep it themselves
-
-
-def test_an_error_fails_its_sample_alone(whole):
-    def reward_fn(sample):
-        return 1 / sample.key[1] if sample.key[0] == 1 else 0.5
-
-    samples = whole(reward_fn, max_new_tokens=2).sample(
-        [RLDataset(f"{COUNTDOWN}/test.jsonl")[0]] * 2, [(0, 0), (1, 1)], 2, 1.0
-    )
-    assert [sample.reward for sample in samples] == [0.5, 0.5, 0.0, 1.0]
-    assert [bool(sample.failure) for sample in samples] == [False, False, True, False]
-    assert "ZeroDivisionError" in samples[2].failure and "1 / sample.key[1]" in samples[2].failure
-
-
-def test_a_users_error_ends_the_run(whole):
-    def reward_fn(sample):
-        raise UserError("no judge")
-
-    with pytest.raises(UserError, match="no judge"):
-        whole(reward_fn, max_new_tokens=2).rollout()
 
 
 def test_a_failed_group_is_left_out(small):
@@ -1068,9 +697,7 @@ def test_the_bound_ends_the_run_before_the_optimizer_step(small):
         trainer = small(gate=gate, dtype="float32")
         before = weights_of(trainer.actor)
         if gate == "stop":
-            with pytest.raises(
-                UserError, match="--gate: log-probs of engine and actor differ by .* nats per token"
-            ):
+            with pytest.raises(UserError, match="--gate: log-probs of engine and actor differ by .* nats"):
                 trainer.learn(samples)
         else:
             trainer.learn(samples)
@@ -1177,9 +804,8 @@ def test_no_run_is_written_over(whole, tmp_path):
     assert first.folder == tmp_path / "same"
 
 
-def test_a_short_run_does_not_depend_on_the_ranks(inputs, tmp_path):
-    parity_job("learn", inputs, tmp_path)
-    folders = [tmp_path / name for name in ("1-1-1", "4-2-2")]
+def test_a_short_run_does_not_depend_on_the_ranks(compared):
+    folders = [compared / name for name in ("1-1-1", "4-2-2")]
     samples = [[json.loads(line) for line in (folder / "samples.jsonl").open()] for folder in folders]
     assert len(samples[0]) == 2 * 8 * 4 and samples[0] == samples[1]
     histories = [[json.loads(line) for line in (folder / "metrics.jsonl").open()] for folder in folders]
@@ -1199,44 +825,6 @@ def test_the_embedded_job_learns(mesh, tmp_path, monkeypatch):
     assert history[12]["eval_score"] > history[0]["eval_score"] + 0.15
     assert np.mean([record["reward"] for record in history[10:]]) > history[1]["reward"] + 0.1
     assert all(record["logprob_diff"] < 1e-5 for record in history[1:])
-
-
-# ---------------------------------------------- 12. main --------------------------------------------------
-def test_main_prints_a_users_error_as_one_line(monkeypatch, capsys):
-    def fit(self):
-        raise UserError("--tp_size 3 does not divide\n   2 processes")
-
-    codes = []
-    monkeypatch.setattr(train, "load_extra", lambda name: None)
-    monkeypatch.setattr(train.os, "_exit", lambda code: codes.append(code) or sys.exit(code))
-    monkeypatch.setattr(sys, "argv", ["train.py", "--model", "x"])
-    trainer = type("Failing", (), {"__init__": lambda self, *args: None, "fit": fit})
-    with pytest.raises(SystemExit):
-        train.main(trainer=trainer)
-    assert codes == [2]
-    assert capsys.readouterr().err == "train.py: --tp_size 3 does not divide 2 processes\n"
-
-
-def test_main_wraps_the_trainer_in_the_extras_that_are_there(monkeypatch):
-    class Core:
-        def __init__(self, *args):
-            Core.made = args
-
-        def fit(self):
-            Core.wrapped = [base.__name__ for base in type(self).__mro__]
-
-    def load(name):
-        missing = name in ("compile", "checks")
-        return None if missing else SimpleNamespace(extend=lambda trainer: type(name, (trainer,), {}))
-
-    monkeypatch.setattr(train, "load_extra", load)
-    monkeypatch.setattr(train.dist, "barrier", lambda: None)
-    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--model", "x", "--steps", "3"])
-    train.main(reward_fn=1, env_step=2, dataset=3, trainer=Core)
-    extras = [name for name in train.EXTRAS.split() if name not in ("compile", "checks")]
-    assert Core.wrapped == [*reversed(extras), "Core", "object"] and Core.made[1:] == (3, 1, 2)
-    assert (Core.made[0].model, Core.made[0].steps) == ("x", 3)
 
 
 # ------------------------------------------ the form of the files -----------------------------------------

@@ -191,7 +191,7 @@ def main():
         plan = write_inputs(inputs)
         tree = options.old.resolve()
         run_tree(tree, Path(__file__).resolve(), "--old", tree, "--worker", inputs, old)
-        run_tree(HERE, HERE / "tests/parity.py", "all gradients", inputs, new)
+        run_tree(HERE, HERE / "tests/parity.py", "all", inputs, new)
         largest = print_table(plan, old, new)
     print(f"worst: {largest:.1e}, target {TARGET:.0e}, {len(plan['models'])} models")
     sys.exit(largest > TARGET)

@@ -1,5 +1,6 @@
 """What the tests share: runs in a subprocess, small random models, made-up samples, fixtures."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 import train
-from train import Actor, Config, Sample, Trainer, load_policy
+from train import Actor, Config, RLDataset, Sample, Trainer, load_policy
 
 sys.modules.setdefault("tests.conftest", sys.modules[__name__])  # pytest may have imported it as `conftest`
 HERE = Path(__file__).parent.parent
@@ -146,3 +147,21 @@ def mesh():
 @pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
+
+
+@pytest.fixture
+def whole(mesh, tmp_path, monkeypatch):
+    """A function that makes a whole Trainer of the embedded job, with rewards that differ within groups."""
+    monkeypatch.setattr(train, "init_distributed", lambda config: mesh)
+    runs = itertools.count()
+
+    def make(
+        reward_fn=lambda sample: int(sample.tokens["id"].sum()) % 7, env_step=train.env_step, **flags
+    ) -> Trainer:
+        options = {"model": str(TINY), "data": f"{COUNTDOWN}/train.jsonl:train[:20]", "eval_data": ""}
+        options |= {"engine": "local", "device": "cpu", "dtype": "float32", "steps": 5, "prompts_per_step": 4}
+        options |= {"group_size": 2, "max_new_tokens": 8, "lr": 1e-3, "warmup_steps": 0}
+        options |= {"gradient_checkpointing": False, "output_dir": str(tmp_path / f"run{next(runs)}")}
+        return Trainer(Config(**options | flags), RLDataset, reward_fn, env_step)
+
+    return make

@@ -1,10 +1,10 @@
-"""What the tests and bench/parity.py run in several processes: `python tests/parity.py JOB INPUTS OUTPUTS`.
+"""What test_train.py and bench/parity.py run in several processes: tests/parity.py few|all INPUTS OUTPUTS.
 
 One interpreter imports everything once and forks the ranks of each group of processes, which takes a few
-seconds where torchrun would take a minute.
+seconds where torchrun would take a minute. `few`, for the tests: some cases of gradients, whole weights and
+exports, a short run. `all`: all cases of gradients.
 """
 
-import json
 import logging
 import os
 import socket
@@ -31,6 +31,7 @@ CASES = {
     4: [(1, 1, 10**6, False), (1, 1, 30, True), (2, 1, 60, False), (1, 2, 60, False), (2, 2, 30, False)],
 }
 FEW = {1: [(1, 1, 60, True)], 2: [(1, 1, 30, False)], 4: [(2, 1, 60, True), (2, 2, 10**6, False)]}
+RUNS = {1: (1, 1), 4: (2, 2)}  # processes -> tensor-parallel size and copies of a short run
 # Two losses: plain GRPO in its first update, and every term of a later update.
 LOSSES = {
     "plain": {"aggregation": "sequence"},
@@ -134,11 +135,8 @@ def compare_weights(inputs: Path, outputs: Path):
             assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
             for key, value in found.items():
                 assert torch.equal(value, expected[key].to(value.dtype)), (name, tp, key)
-                assert torch.equal(value, actor.parameters[key].full_tensor().to(value.dtype)), (
-                    name,
-                    tp,
-                    key,
-                )
+                held = actor.parameters[key].full_tensor().to(value.dtype)
+                assert torch.equal(value, held), (name, tp, key)
                 assert value.dtype == getattr(torch, dtype)
         actor.save(inputs / name, outputs / f"{name}-export")
 
@@ -156,16 +154,18 @@ def learn(case: tuple, outputs: Path):
 
 
 def main(job: str, inputs: Path, outputs: Path):
-    if job in ("gradients", "all gradients"):
-        cases = FEW if job == "gradients" else CASES
-        for processes in cases:
-            fork(compare_gradients, processes, processes, cases, inputs, outputs)
-    if job == "weights":
-        fork(compare_weights, 2, inputs, outputs)
-    if job == "learn":
-        for processes, case in ((1, (1, 1)), (4, (2, 2))):
-            fork(learn, processes, case, outputs)
-    (outputs / f"{job}.json").write_text(json.dumps("done"))
+    cases = FEW if job == "few" else CASES
+    for processes in cases:
+        fork(compare, processes, processes, cases, inputs, outputs)
+
+
+def compare(processes: int, cases: dict, inputs: Path, outputs: Path):
+    """Everything that runs in so many processes."""
+    compare_gradients(processes, cases, inputs, outputs)
+    if cases is FEW and processes in RUNS:
+        learn(RUNS[processes], outputs)
+    elif cases is FEW:
+        compare_weights(inputs, outputs)
 
 
 if __name__ == "__main__":

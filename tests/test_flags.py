@@ -1,0 +1,91 @@
+"""Tests of Config and the command line: defaults, flags of recipes, mistakes, --help."""
+
+import re
+from dataclasses import dataclass, fields
+
+import pytest
+from transformers.hf_argparser import HfArgumentParser
+
+import train
+from extras import help
+from recipes.one_step_off import OneStepOffConfig
+from tests.conftest import HERE
+from train import Config, Trainer, flag, parse_flags
+
+
+def test_a_bare_command_on_a_cpu_is_the_embedded_job(monkeypatch):
+    monkeypatch.setattr(train, "GPU", False)
+    config = parse_flags(Config, [])
+    assert config.model.endswith("assets/tiny") and config.data.endswith("countdown/train.jsonl")
+    assert config.eval_data.endswith("countdown/test.jsonl") and (config.steps, config.lr) == (30, 1e-4)
+    assert parse_flags(Config, ["--steps", "7"]).steps == 7
+    assert parse_flags(Config, ["--model", "x"]) == parse_flags(Config, ["--model=x"]) == Config(model="x")
+    monkeypatch.setattr(train, "GPU", True)
+    assert parse_flags(Config, []) == Config()
+
+
+def test_own_data_is_evaluated_only_by_own_eval_data():
+    for data in (["--data", "mine.jsonl"], ["--data=mine.jsonl"]):
+        assert parse_flags(Config, data).data == "mine.jsonl" and parse_flags(Config, data).eval_data == ""
+        assert parse_flags(Config, [*data, "--eval_data", "b"]).eval_data == "b"
+    assert parse_flags(Config, ["--model", "x"]).eval_data == Config.eval_data
+
+
+def test_a_recipe_changes_defaults_and_flags_win():
+    @dataclass
+    class Recipe(Config):
+        lr: float = flag(0.5, "peak learning rate")
+        judge: str = flag("", "name of a judge")
+
+    assert parse_flags(Recipe, ["--model", "x"]).lr == 0.5
+    config = parse_flags(Recipe, ["--model", "x", "--lr", "2", "--judge", "me"])
+    assert (config.lr, config.judge, config.steps) == (2.0, "me", Config.steps)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--lrr", "1"], ["--step", "1"], ["--lr", "a"], ["--gate", "no"], ["x"]]
+)
+def test_wrong_flags_end_with_code_2(arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parse_flags(Config, arguments)
+    assert arguments[0].strip("-") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("field", fields(Config), ids=lambda field: field.name)
+def test_every_flag_has_a_noun_phrase_as_help(field):
+    text = field.metadata["help"]
+    assert 8 < len(text) < 90 and not text.endswith(".") and "%" not in text
+    verbs = (
+        "use run set enable disable give take whether divide normalize sample evaluate save recompute is do"
+    )
+    assert text.split()[0].lower() not in verbs.split()
+
+
+def help_of(config_class, monkeypatch, capsys) -> str:
+    help.extend(Trainer)
+    monkeypatch.setattr(train, "GPU", False)
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        parse_flags(config_class, ["--help"])
+    return capsys.readouterr().out
+
+
+def test_help_shows_every_flag_once_in_groups(monkeypatch, capsys):
+    monkeypatch.setattr(HfArgumentParser, "format_help", HfArgumentParser.format_help)
+    text = help_of(Config, monkeypatch, capsys)
+    shown = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
+    assert sorted(shown) == sorted(field.name for field in fields(Config))
+    assert shown[:3] == ["model", "data", "eval_data"] and len(text.split("\n\n")[2].splitlines()) < 18
+    titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
+    sections = ["task and rollout", "algorithm and optimizer", "machine", "run"]
+    assert titles == ["the flags that people change", *sections]
+    assert "[assets/tiny]" in text and str(HERE.parent) not in text and "--no_" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_help_of_a_recipe_names_its_own_flags_apart(monkeypatch, capsys):
+    monkeypatch.setattr(HfArgumentParser, "format_help", HfArgumentParser.format_help)
+    text = help_of(OneStepOffConfig, monkeypatch, capsys)
+    _, _, own = text.partition("flags of this recipe:\n")
+    assert re.findall(r"--(\w+) ", own.partition("\n\n")[0]) == ["max_staleness"]
+    assert text.count("--max_staleness ") == 1
