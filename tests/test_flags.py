@@ -75,7 +75,7 @@ def test_help_shows_every_flag_once_in_groups(monkeypatch, capsys):
     text = help_of(Config, monkeypatch, capsys)
     shown = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(shown) == sorted(field.name for field in fields(Config))
-    assert shown[:3] == ["model", "data", "eval_data"] and len(text.split("\n\n")[2].splitlines()) < 18
+    assert shown[:13] == help.FIRST
     titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
     sections = ["task and rollout", "algorithm and optimizer", "machine", "run"]
     assert titles == ["the flags that people change", *sections]
