@@ -18,7 +18,7 @@ FIRST = (
     "model data eval_data engine prompts_per_step group_size max_new_tokens lr steps tp_size "
     "tokens_per_micro_batch output_dir resume"
 ).split()
-USAGE = "usage: torchrun --standalone --nproc_per_node=PROCESSES {} [--FLAG VALUE ...]"
+USAGE = "usage: torchrun --standalone --nproc_per_node=N {} [--FLAG VALUE ...]"
 
 
 def groups_of(config_class: type) -> dict[str, list[str]]:
