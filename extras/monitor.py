@@ -342,6 +342,8 @@ def extend(trainer_class: type) -> type:
         def __init__(self, config, *arguments):
             self.seconds = Counter()  # of the phases of a step, on this rank
             self.passes = []  # micro-batches with samples to log, and their statistics
+            self.gaps = []  # largest differences of log-probs, by micro-batch
+            self.largest_gap = 0.0  # of the step
             self.update_began = None
             super().__init__(config, *arguments)
             self.monitor = Monitor(asdict(config))
@@ -385,6 +387,8 @@ def extend(trainer_class: type) -> type:
             end = time.perf_counter()
             self.seconds["logprobs"] = (self.update_began or end) - start
             self.seconds["update"] = end - (self.update_began or end)
+            self.largest_gap = torch.stack(self.gaps).max().item() if self.gaps else 0.0
+            self.gaps.clear()
             for batch, stats in self.passes:
                 write_back(batch, stats)
             self.passes.clear()
@@ -396,29 +400,33 @@ def extend(trainer_class: type) -> type:
                     torch.cuda.synchronize()  # log-probs may still be on their way
                 self.update_began = time.perf_counter()
             loss, stats = super().loss(batch)
+            gaps = stats["logprob_diff"] * (batch.weights > 0)  # a filler has none
+            self.gaps.append(gaps.max())  # on its device: this waits for nothing
             if any(map(self.is_detailed, batch.samples)):
                 kept = {name: stats[name].detach() for name in PER_TOKEN if name in stats}
                 self.passes.append((batch, kept))
             return loss, stats
 
         def speed(self, samples: list) -> dict[str, float]:
-            """Seconds by phase, tokens per second over all ranks, and the peak memory of a rank."""
+            """Seconds by phase, tokens per second, idle shares, a rank's peak memory, the largest gap."""
             dp = self.mesh["dp"]
             learned = [sample for sample in samples if sample.tokens["advantage"].any()]
             sampled = sum(int(sample.tokens["mask"].sum()) for sample in samples)
-            trained = sum(
-                len(sample.tokens) for sample in learned
-            )  # what the update runs through, with prompts
+            trained = sum(len(sample.tokens) for sample in learned)  # what the update runs through
             names = ("rollout", "logprobs", "update", "push", "step")
-            sums = reduce_over(dp, [sampled, trained, self.seconds["reward"]])
-            slowest = reduce_over(dp, [*(self.seconds[name] for name in names), peak_gb()], dist.ReduceOp.MAX)
+            sums = reduce_over(dp, [sampled, trained, self.seconds["reward"], self.seconds["rollout"]])
+            largest = [*(self.seconds[name] for name in names), peak_gb(), trained, self.largest_gap]
+            slowest = reduce_over(dp, largest, dist.ReduceOp.MAX)
             metrics = {f"time_{name}": seconds for name, seconds in zip(names, slowest)}
             updating = metrics["time_logprobs"] + metrics["time_update"]
             return metrics | {
                 "time_reward": sums[2],
                 "rollout_tokens_per_s": sums[0] / max(metrics["time_rollout"], 1e-9),
                 "train_tokens_per_s": sums[1] / max(updating, 1e-9),
-                "peak_gb": slowest[-1],
+                "idle_rollout": 1 - sums[3] / dp.size() / max(slowest[0], 1e-9),  # for the slowest rank
+                "idle_update": 1 - sums[1] / dp.size() / max(slowest[6], 1),  # by tokens
+                "peak_gb": slowest[5],
+                "logprob_diff_max": slowest[7],
             }
 
         # ---- The log ---------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 import builtins
 import json
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from transformers import Qwen2Config
 
 from extras import monitor
@@ -17,6 +20,7 @@ from extras.monitor import (
     peak_flops,
     token_details,
 )
+from train import Sample
 
 CONFIG = {"group_size": 2, "updates_per_step": 1, "kl_coef": 0.0}
 RECORD = {"loss": 0.5, "truncated": 0.0, "clip_fraction": 0.0, "entropy": 1.0}
@@ -49,6 +53,33 @@ def test_mfu_by_hand(monkeypatch):
     assert speed({}, config, [3, 2], 3, 4) == {}
     monkeypatch.setattr(monitor.torch.cuda, "get_device_name", lambda: "Some Other Card")
     assert speed({"time_update": 2.0}, config, [3, 2], 3, 4) == {}
+
+
+def test_speed_by_hand(monkeypatch):
+    # This rank: 2 s of sampling 3 tokens, an update of 5 tokens. The other one: 4 s, 6 sampled, 15 trained.
+    sample = Sample([], {})
+    sample.append([7, 7])
+    sample.append([8, 8, 8], mask=1, advantage=0.5)
+    idle = Sample([], {})
+    idle.append([7] * 9)  # without an advantage it is not in the update
+    trainer = object.__new__(monitor.extend(object))
+    trainer.mesh = {"dp": SimpleNamespace(size=lambda: 2)}
+    trainer.largest_gap = 0.25
+    trainer.seconds = Counter(rollout=2.0, logprobs=1.0, update=4.0, push=0.5, step=8.0, reward=1.5)
+
+    def reduce_over(mesh, values, op=dist.ReduceOp.SUM):
+        if op == dist.ReduceOp.SUM:
+            return [mine + other for mine, other in zip(values, [6, 15, 0.5, 4.0], strict=True)]
+        others = [4.0, 1.0, 5.0, 0.5, 8.0, 0.0, 15, 0.125]
+        return [max(pair) for pair in zip(values, others, strict=True)]
+
+    monkeypatch.setattr(monitor, "reduce_over", reduce_over)
+    monkeypatch.setattr(monitor, "peak_gb", lambda: 1.5)
+    assert trainer.speed([sample, idle]) == {
+        **{"time_rollout": 4.0, "time_logprobs": 1.0, "time_update": 5.0, "time_push": 0.5, "time_step": 8.0},
+        **{"time_reward": 2.0, "rollout_tokens_per_s": 9 / 4, "train_tokens_per_s": 20 / 6, "peak_gb": 1.5},
+        **{"idle_rollout": 1 - 3 / 4, "idle_update": 1 - 10 / 15, "logprob_diff_max": 0.25},
+    }
 
 
 @pytest.mark.parametrize(
