@@ -522,9 +522,8 @@ class Actor:
             for name, values in stats.items():
                 sums[name] += (values * real).sum(dtype=torch.float64)
         means = dict(zip(sums, reduce_over(self.mesh["dp"], torch.stack([*sums.values()]).tolist())))
-        loss = means.pop("loss")
         tokens = means.pop("tokens") or 1
-        return {"loss": loss} | {name: total / tokens for name, total in means.items()}
+        return {"loss": means.pop("loss")} | {name: total / tokens for name, total in means.items()}
 
     def step(self) -> float:
         """One optimizer step, left out if the gradient is not finite. Returns the global gradient norm."""
@@ -538,16 +537,17 @@ class Actor:
 
     @torch.no_grad()
     def whole_weights(self):
-        """Yields names and whole tensors in the compute dtype, a layer at a time; all ranks iterate."""
-        names = {id(module): name for name, module in self.model.named_modules()}
-        left = set(self.parameters)
-        for unit in [*self.model.model.layers, self.model]:
+        """Yields names and whole tensors in the compute dtype, half a GB at a time; all ranks iterate."""
+        units = {f"model.layers.{i}": layer for i, layer in enumerate(self.model.model.layers)}
+        bucket = []
+        for prefix, unit in (units | {"": self.model}).items():
             unit.unshard()  # one collective, already in the compute dtype
-            new = [one for one in unit.named_parameters(names[id(unit)]) if one[0] in left]
-            bucket = [(name, (w.full_tensor() if isinstance(w, DTensor) else w).clone()) for name, w in new]
+            new = [one for one in unit.named_parameters(prefix) if prefix or ".layers." not in one[0]]
+            bucket += [(name, (w.full_tensor() if isinstance(w, DTensor) else w).clone()) for name, w in new]
             unit.reshard()  # frees what was gathered, not these clones
-            left -= {name for name, _ in bucket}  # those of the layers are also the whole model's
-            yield bucket
+            if unit is self.model or sum(whole.nbytes for _, whole in bucket) > 2**29:
+                yield bucket
+                bucket = []
 
     def save(self, path: str, folder: Path):
         """Writes a Hugging Face folder from rank 0, with the tokenizer of `path`; all ranks call it."""

@@ -12,10 +12,11 @@ of wall time, and the line through the sizes: the overhead per push, and per GB.
 import argparse
 import json
 import platform
-import shutil
 import statistics
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -80,6 +81,15 @@ def measure(config: Config, mesh, pairs: int) -> dict:
     )
 
 
+def measure_size(name: str, pairs: int) -> dict:
+    """Measures a model of a size, in a process of its own."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(model=folder, engine="sglang")
+        make_model(Path(folder), config.dtype, **SIZES[name])
+        return measure(config, init_distributed(config), pairs)
+
+
 def main():
     """Measures all sizes, prints the table, writes the numbers."""
     parser = argparse.ArgumentParser(
@@ -89,20 +99,16 @@ def main():
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--output", type=Path, default=ASSETS / "push.json")
     options = parser.parse_args()
-    torch.set_num_threads(1)
     rows = {}
-    mesh = init_distributed(Config())
-    scratch = Path(tempfile.mkdtemp())
     print("model       GB  sleep (s)   push (s)   copy (s)   push / copy, median of pairs")
     for name in options.sizes:
-        config = Config(model=str(scratch / name), engine="sglang")
-        make_model(scratch / name, config.dtype, **SIZES[name])
-        rows[name] = row = measure(config, mesh, options.pairs)
+        # A process each: SGLang's shutdown also ends the process that shares this one's tensors.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            rows[name] = row = pool.submit(measure_size, name, options.pairs).result()
         print(
             f"{name:8}{row['gb']:6.3f}{row['sleep']:11.3f}{row['push']:11.3f}{row['copy']:11.3f}{row['ratio']:11.1f}",
             flush=True,
         )
-        shutil.rmtree(scratch / name)
     sizes = [row["gb"] for row in rows.values()]
     excess = [row["push"] - row["copy"] for row in rows.values()]
     slope, start = statistics.linear_regression(sizes, excess) if len(sizes) > 1 else (0.0, excess[0])
