@@ -668,7 +668,7 @@ class SGLangEngine:
 
 
 # ======================================== Part III: the loop ==============================================
-EXTRAS = "help watchdog compile offload monitor gate checkpoint checks"  # each extends the Trainer, if there
+EXTRAS = "help sglang_cpu watchdog compile offload monitor gate checkpoint checks"  # each extends the Trainer
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # of the mean |log-prob difference| between engine and actor
 SHOWN = "reward:.3f eval_score:.3f entropy:.2f grad_norm:.2f logprob_diff:.0e time_step:.1f"
 

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bench.measure import ASSETS
+from extras.sglang_cpu import keep_pages
 from train import GPU, Actor, Config, SGLangEngine, init_distributed, load_policy
 
 SIZES = {
@@ -87,6 +88,8 @@ def measure_size(name: str, pairs: int) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         config = Config(model=folder, engine="sglang")
         make_model(Path(folder), config.dtype, **SIZES[name])
+        if not GPU:
+            keep_pages()
         return measure(config, init_distributed(config), pairs)
 
 
