@@ -537,23 +537,19 @@ class Actor:
 
     @torch.no_grad()
     def whole_weights(self):
-        """Yields names and whole tensors in the compute dtype, half a GB at a time; all ranks iterate."""
+        """Yields names and whole tensors in the compute dtype, a layer at a time, valid until the next."""
         units = {f"model.layers.{i}": layer for i, layer in enumerate(self.model.model.layers)}
-        bucket = []
         for prefix, unit in (units | {"": self.model}).items():
             unit.unshard()  # one collective, already in the compute dtype
             new = [one for one in unit.named_parameters(prefix) if prefix or ".layers." not in one[0]]
-            bucket += [(name, (w.full_tensor() if isinstance(w, DTensor) else w).clone()) for name, w in new]
-            unit.reshard()  # frees what was gathered, not these clones
-            if unit is self.model or sum(whole.nbytes for _, whole in bucket) > 2**29:
-                yield bucket
-                bucket = []
+            yield [(name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in new]
+            unit.reshard()  # frees them, or on one rank leaves the actor's own
 
     def save(self, path: str, folder: Path):
         """Writes a Hugging Face folder from rank 0, with the tokenizer of `path`; all ranks call it."""
         whole = {}
         for bucket in self.whole_weights():
-            whole |= {name: weight.cpu() for name, weight in bucket if RANK == 0}
+            whole |= {name: weight.to("cpu", copy=True) for name, weight in bucket if RANK == 0}
         if RANK == 0:
             partial = folder.with_suffix(".partial")  # a full disk leaves nothing that looks like a model
             weights = shutil.ignore_patterns("*.safetensors*", "*.bin", ".*")

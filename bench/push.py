@@ -61,7 +61,7 @@ def measure(config: Config, mesh, pairs: int) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     engine = SGLangEngine(config.model, tokenizer, mesh, config)
     actor = Actor(load_policy(config.model, mesh, config, engine.vocab_size), mesh, config)
-    whole = [value for bucket in actor.whole_weights() for _, value in bucket]
+    whole = [value.clone() for bucket in actor.whole_weights() for _, value in bucket]
     copies = [torch.empty_like(value) for value in whole]
     sleeps, pushes, plain = [], [], []
     for _ in range(pairs + 1):

@@ -130,7 +130,7 @@ def compare_weights(inputs: Path, outputs: Path):
             config = Config(model=str(inputs / name), device="cpu", tp_size=tp, dtype=dtype)
             mesh = train.init_distributed(config)
             actor = train.Actor(train.load_policy(config.model, mesh, config, VOCAB), mesh, config)
-            found = dict(sum(actor.whole_weights(), []))
+            found = {name: whole.clone() for bucket in actor.whole_weights() for name, whole in bucket}
             expected = dict(original.named_parameters())
             assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
             for key, value in found.items():

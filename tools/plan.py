@@ -23,6 +23,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from extras.checks import FAMILIES, brief, raise_parser_error
 from extras.local_engine import LocalEngine
+from tools.shapes import known_config
 from train import Config, UserError, flag, parse_flags
 
 CONTEXT = (
@@ -33,7 +34,7 @@ PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
 PROMPT = 512  # tokens of a prompt, which no flag tells
 STEP = 1024  # tokens between the budgets that are tried
-LOGIT = 21  # bytes per logit of a chunk at the peak of its backward pass, measured
+LOGIT = 20  # bytes per logit of a chunk at the peak of its backward pass: five numbers in fp32, measured
 
 
 @dataclass
@@ -77,7 +78,7 @@ def sglang_share(config: Config) -> float:
 def find_config(name: str):
     """A model's config, from a folder or the Hub. Raises UserError if train.py could not train it."""
     try:
-        model_config = AutoConfig.from_pretrained(name)
+        model_config = known_config(name) or AutoConfig.from_pretrained(name)
     except Exception as error:
         raise UserError(f"--model {name} is neither a model folder nor on the Hub: {brief(error)}") from error
     if model_config.model_type not in FAMILIES:
@@ -148,11 +149,13 @@ def logprob_bytes(n: SimpleNamespace, trained: int) -> float:
     """Bytes of head_logprobs at its peak, in the backward pass of a chunk, with c logits."""
     rows = max(256, 2**24 // n.vocab)  # tokens whose logits exist at once, as in train.head_logprobs
     c = min(trained, rows) * n.vocab
-    copies = (4 + n.s) * n.head if n.s < 4 else 0  # the head in fp32, and the chunk's in the compute dtype
-    before = 4 * n.head if trained > rows else 0  # the head's gradient over earlier chunks, in fp32
-    own = (4 + (n.s if n.s < 4 else 0)) * n.head  # that of this chunk, and before its cast
-    rest = 8 * c  # while it is computed: the gradient of the logits, and what autograd still holds
-    return copies + before + max(LOGIT * c, own + rest) + n.s * n.hidden * trained  # the states' gradient
+    several = trained > rows
+    half = n.s if n.s < 4 else 0
+    copy = 4 * n.head if half else 0  # the head in fp32
+    before = 4 * n.head if several else 0  # the head's gradient over earlier chunks, in fp32
+    logits = before + half * n.head + LOGIT * c  # with the chunk's head in the compute dtype
+    gradient = 2 * before + 4 * n.head + (0 if several else half * n.head)  # before, this chunk's, their sum
+    return copy + max(logits, gradient) + n.s * n.hidden * trained  # the states' gradient
 
 
 def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float, float]:
@@ -174,13 +177,13 @@ def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float,
 
 
 def push_bytes(config: Config, n: SimpleNamespace) -> float:
-    """Bytes of Actor.whole_weights and of the engine's copies, for the root: the largest bucket."""
+    """Bytes of Actor.whole_weights and of the engine's copies for the root, the largest bucket."""
     gathered = n.s * n.root if n.shards > 1 or n.s < 4 else 0  # alone in fp32, FSDP shows its own shards
     collective = 2 * gathered if n.shards > 1 else gathered  # in pieces and whole
-    whole = n.s * n.root * n.tp
-    clones = gathered + whole * (2 if n.tp > 1 else 1)  # over tp first gathered, then cloned
-    sent = whole * (1 if config.engine == "local" else 2)  # flattened for SGLang
-    return max(collective, clones, sent) + n.s * n.layer * n.tp  # the bucket before
+    whole = n.s * n.root * n.tp if n.tp > 1 else 0  # gathered over tp
+    flat = 0 if config.engine == "local" else n.s * n.root * n.tp  # as SGLang gets it
+    before = n.s * n.layer * n.tp if flat or n.tp > 1 else 0  # the last layer's, until the root has been sent
+    return before + max(collective, gathered + whole + flat)
 
 
 def longest(config: Config) -> int:
