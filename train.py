@@ -537,19 +537,20 @@ class Actor:
 
     @torch.no_grad()
     def whole_weights(self):
-        """Yields names and whole tensors in the compute dtype, a layer at a time, valid until the next."""
+        """Yields names and whole tensors in the compute dtype, a layer at a time; all ranks iterate."""
         units = {f"model.layers.{i}": layer for i, layer in enumerate(self.model.model.layers)}
         for prefix, unit in (units | {"": self.model}).items():
             unit.unshard()  # one collective, already in the compute dtype
             new = [one for one in unit.named_parameters(prefix) if prefix or ".layers." not in one[0]]
-            yield [(name, w.full_tensor() if isinstance(w, DTensor) else w) for name, w in new]
-            unit.reshard()  # frees them, or on one rank leaves the actor's own
+            bucket = [(name, (w.full_tensor() if isinstance(w, DTensor) else w).clone()) for name, w in new]
+            unit.reshard()  # frees what was gathered, not these clones
+            yield bucket
 
     def save(self, path: str, folder: Path):
         """Writes a Hugging Face folder from rank 0, with the tokenizer of `path`; all ranks call it."""
         whole = {}
         for bucket in self.whole_weights():
-            whole |= {name: weight.to("cpu", copy=True) for name, weight in bucket if RANK == 0}
+            whole |= {name: weight.cpu() for name, weight in bucket if RANK == 0}
         if RANK == 0:
             partial = folder.with_suffix(".partial")  # a full disk leaves nothing that looks like a model
             weights = shutil.ignore_patterns("*.safetensors*", "*.bin", ".*")
@@ -688,8 +689,9 @@ class Trainer:
         self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=files)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         self.room = AutoConfig.from_pretrained(self.path).max_position_embeddings - config.max_new_tokens
-        extra = "local_engine" if config.engine == "local" else "servers"
-        engine_class = SGLangEngine if config.engine == "sglang" else load_extra(extra, "--engine").Engine
+        kind = config.engine
+        extra = "local_engine" if kind == "local" else "servers"
+        engine_class = SGLangEngine if kind == "sglang" else load_extra(extra, f"--engine {kind}").Engine
         self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
         policy = (self.path, self.mesh, config, self.engine.vocab_size)
         self.actor = Actor(load_policy(*policy), self.mesh, config)
@@ -772,6 +774,8 @@ class Trainer:
         if asyncio.iscoroutine(reward):
             limit = None if self.config.reward_workers else self.config.reward_timeout  # workers keep it
             reward = await asyncio.wait_for(reward, limit)
+        if reward is None:
+            raise ValueError("reward_fn returned None instead of a number")
         if not np.isfinite([reward, *sample.metrics.values()]).all():
             raise ValueError(f"reward_fn returned {reward} with the metrics {sample.metrics}")
         sample.reward = float(reward)

@@ -28,6 +28,7 @@ from extras.checkpoint import checkpoints
 
 MEASURED = (
     "time_",
+    "idle_rollout",
     "peak_gb",
     "rollout_tokens_per_s",
     "train_tokens_per_s",

@@ -476,6 +476,9 @@ class Resumable:
         state = read_state(checkpoint)
         load_checkpoint(checkpoint, state, self.learners_to_save())
         self.first_step = state["step"] + 1
+        if train.RANK == 0:
+            rest = "nothing is left to do" if self.first_step > self.config.steps else "the run continues"
+            tqdm.write(f"{checkpoint}: {rest} after step {state['step']} of {self.config.steps}")
         self.draws = state["draws"]
         if hasattr(self, "monitor"):
             self.monitor = type(self.monitor)(asdict(self.config), **state["monitor"])

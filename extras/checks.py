@@ -33,7 +33,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 from transformers.hf_argparser import HfArgumentParser
 
-from train import RANK, UserError, encode_prompt, reduce_over
+from train import RANK, RLDataset, UserError, encode_prompt, reduce_over
 
 POSITIVE = (
     "prompts_per_step group_size max_new_tokens max_turns temperature updates_per_step lr max_grad_norm "
@@ -60,7 +60,9 @@ def brief(error: BaseException) -> str:
 # ---- Flags -----------------------------------------------------------------------------------------------
 def raise_parser_error(parser: argparse.ArgumentParser, message: str):
     """Takes the place of ArgumentParser.error, which prints the usage and exits."""
-    message = f"{message} (python train.py --help lists all flags)"
+    module = sys.modules["__main__"].__spec__  # set by python -m
+    program = f"-m {module.name}" if module else parser.prog
+    message = f"{message} (python {program} --help lists all flags)"
     report_to_torchrun(message)
     raise UserError(message)
 
@@ -200,7 +202,8 @@ def check_model(config) -> tuple[str, int]:
     if room < 1:
         context = found.max_position_embeddings
         raise UserError(
-            f"--max_new_tokens {config.max_new_tokens} leaves no prompt in a context of {context} tokens"
+            f"--max_new_tokens {config.max_new_tokens} leaves no room for a prompt in a context of {context} "
+            "tokens; lower it"
         )
     return path, room
 
@@ -223,8 +226,26 @@ def check_tokenizer(path: str):
     return tokenizer
 
 
+def check_source(name: str, source: str):
+    """Raises UserError if a source can only be a typing error, or has a row that is not JSON."""
+    file = Path(source.partition(":")[0])
+    if file.suffix not in (".json", ".jsonl", ".parquet") and (file.is_file() or "/" not in str(file)):
+        raise UserError(
+            f"{name} {source} is neither a .jsonl, .json or .parquet file nor owner/name[/config] on the Hub"
+        )
+    text = file.read_text(encoding="utf-8-sig") if file.suffix in (".json", ".jsonl") else "["
+    lines = [] if text.lstrip().startswith("[") else text.split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            json.loads(line or "null")
+        except ValueError as error:
+            raise UserError(f"{name} {source}: line {number} is not JSON: {brief(error)}") from error
+
+
 def checked(dataset_class: type, config, tokenizer, room: int) -> type:
     """A dataset class whose mistakes are UserErrors, found in the first rows before the run starts."""
+    if not isinstance(dataset_class, type):
+        raise UserError("main(dataset=...) takes a class, such as a subclass of RLDataset, not an instance")
 
     class CheckedDataset(dataset_class):
         def __init__(self, source: str):
@@ -236,6 +257,8 @@ def checked(dataset_class: type, config, tokenizer, room: int) -> type:
             except UserError:
                 raise
             except Exception as error:
+                if dataset_class.__init__ is RLDataset.__init__ and not isinstance(error, OSError):
+                    check_source(name, source)
                 raise UserError(f"{self.flag} cannot be read, or is empty: {brief(error)}") from error
             if count == 0:
                 raise UserError(f"{self.flag} has no rows")
@@ -385,7 +408,8 @@ def extend(trainer_class: type) -> type:
     HfArgumentParser.error = raise_parser_error
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a character that the screen lacks ends no run
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # a hint, every time
+    for name in ("torch.distributed.tensor._redistribute", "transformers.tokenization_utils_base"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # hints that are no news to the user
 
     class CheckedTrainer(trainer_class):
         def __init__(self, config, dataset_class, reward_fn, env_step):

@@ -41,7 +41,9 @@ def format_help(parser: HfArgumentParser) -> str:
     actions = {action.dest: action for action in reversed(parser._actions)}  # without --no_NAME
     here = os.path.relpath(train.EMBEDDED.parent)
     module = sys.modules["__main__"].__spec__  # set by python -m
+    recipe = (sys.modules["__main__"].__doc__ or "") if module else ""
     lines = [
+        recipe,
         USAGE.format(f"-m {module.name}" if module else parser.prog),
         "",
         "--help shows this and exits. Defaults stand in brackets.",
@@ -56,7 +58,7 @@ def format_help(parser: HfArgumentParser) -> str:
             lines += textwrap.wrap(
                 f"  {f'--{name}':24} {text}", width, subsequent_indent=indent, break_long_words=False
             )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def extend(trainer_class: type) -> type:

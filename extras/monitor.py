@@ -286,11 +286,13 @@ def failure_findings(failures: list[str], total: int) -> Iterator[Finding]:
     """One finding for each of the three most common causes among the failed samples."""
     examples = {}
     for failure in failures:
-        cause = failure.partition(":")[0][:60]  # "TimeoutError: 60 s passed" -> "TimeoutError"
-        examples.setdefault(cause, []).append(failure)
+        *where, said = failure.strip().splitlines()  # the last line of code, and what it raised
+        cause = said.partition(":")[0][:60]  # "TimeoutError: 60 s passed" -> "TimeoutError"
+        place = f" ({where[0].strip()})" if where else ""
+        examples.setdefault(cause, []).append(said.rstrip(".") + place)
     by_count = sorted(examples.items(), key=lambda item: -len(item[1]))
     for cause, alike in by_count[:3]:
-        example = alike[0].rstrip(".")
+        example = alike[0]
         if len(alike) == 1:
             sentence = f"1 sample failed, and its group was left out of the update: {example}."
         else:
@@ -465,6 +467,7 @@ def extend(trainer_class: type) -> type:
             super().fit()
             if RANK == 0:
                 draw_curve(self.folder)
+                tqdm.write(f"Done: {self.folder}/model; python -m tools.view {self.folder} shows the samples")
 
     return MonitoredTrainer
 
@@ -473,8 +476,11 @@ def gather_counts(samples: list, mesh) -> dict | None:
     """On rank 0 rewards by group, failures, lengths and trained tokens over all ranks; elsewhere None."""
     groups = {}
     counts = {"rewards": [], "failures": [], "lengths": [], "trained": 0}
-    for sample in samples if mesh["tp"].get_local_rank() == 0 else []:
-        groups.setdefault(sample.key[0], []).append(sample.reward)
+    mine = samples if mesh["tp"].get_local_rank() == 0 else []
+    failed = {sample.key[0] for sample in mine if sample.failure}  # groups that are left out of the loss
+    for sample in mine:
+        if sample.key[0] not in failed:
+            groups.setdefault(sample.key[0], []).append(sample.reward)
         if sample.failure:
             counts["failures"].append(sample.failure)
         if sample.tokens["advantage"].any():  # the update runs through no others

@@ -372,7 +372,10 @@ class ServerEngine:
             except OSError as error:
                 raise UserError(f"--engine {server.url} cannot be used: {error}") from error
             except ImportError as error:
-                raise UserError(f"--engine {server.url} requires sglang here, too: {error}") from error
+                raise UserError(
+                    f"--engine {server.url} requires sglang here, too ({error}): "
+                    "pip install -r requirements.txt"
+                ) from error
 
     def close(self):
         """Leaves the servers as they were found, except for their weights."""

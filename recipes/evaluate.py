@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train import Config, Trainer, flag, main, reduce_over
+from train import Config, Trainer, UserError, flag, main, reduce_over
 
 
 @dataclass
@@ -27,6 +27,10 @@ class EvaluateConfig(Config):
 
     def __post_init__(self):
         self.data = self.data or self.eval_data
+        if self.eval_samples > 1 and self.eval_temperature == 0:
+            raise UserError(
+                "--eval_samples above 1 requires --eval_temperature above 0: greedy ones are equal"
+            )
 
 
 def best_of(rewards: list[float]) -> dict[str, float]:

@@ -62,7 +62,9 @@ class MathDataset(RLDataset):
         row = dict(self.rows[index])
         problem = row.get("problem") or row.get("question")
         if not problem or row.get("answer") is None:
-            raise UserError(f"{self.source}: row {index} needs problem and answer, or question and answer")
+            raise UserError(
+                f"--data {self.source}: row {index} needs problem and answer, or question and answer"
+            )
         return Sample([{"role": "user", "content": MATH.format(problem) + self.hint}], row)
 
 

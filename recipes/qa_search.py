@@ -51,7 +51,7 @@ class QADataset(RLDataset):
     def __getitem__(self, index: int) -> Sample:
         row = dict(self.rows[index])
         if not row.get("question") or not (row.get("answer") or row.get("answers")):
-            raise UserError(f"{self.source}: row {index} needs question, and answer or answers")
+            raise UserError(f"--data {self.source}: row {index} needs question, and answer or answers")
         return Sample([{"role": "user", "content": PROMPT.format(row["question"])}], row)
 
 
@@ -79,8 +79,10 @@ class Index:
         self.count = count
         self.is_remote = where.startswith(("http://", "https://"))
         if not self.is_remote:
-            import bm25s  # optional
-
+            try:
+                import bm25s  # optional
+            except ImportError as error:
+                raise UserError(f"--index requires bm25s ({error}): pip install bm25s") from error
             self.passages = read_passages(where)
             self.bm25 = bm25s.BM25()
             self.library = bm25s

@@ -205,7 +205,10 @@ def test_sizes_that_do_not_fit_are_named(tmp_path):
     folder = str(random_model(tmp_path, "qwen2", **heads))
     with pytest.raises(UserError, match="--tp_size 2 does not divide the model's num_attention_heads 3"):
         checks.check_model(Config(model=folder, tp_size=2))
-    with pytest.raises(UserError, match="--max_new_tokens 256 leaves no prompt in a context of 256 tokens"):
+    with pytest.raises(
+        UserError,
+        match="--max_new_tokens 256 leaves no room for a prompt in a context of 256 tokens; lower it",
+    ):
         checks.check_model(Config(model=folder, max_new_tokens=256))
     assert checks.check_model(Config(model=folder, max_new_tokens=56)) == (folder, 200)
 
@@ -405,6 +408,32 @@ def test_prompts_that_are_too_long_are_counted(mesh):
     assert trainer.learn(trainer.sample(None, prompts[:4], 1, 1.0)) == {"grad_norm": 1.0}
     with pytest.raises(UserError, match="all prompts of this step are too long"):
         trainer.learn(trainer.sample(None, prompts[4:], 1, 1.0))
+
+
+@pytest.mark.parametrize(
+    "name, content, said",
+    [
+        ("nosuch", None, "--data .*nosuch is neither a .jsonl, .json or .parquet file nor owner/name"),
+        ("rows.csv", "a,b", "--data .*rows.csv is neither a .jsonl"),
+        (
+            "rows.jsonl",
+            '{"question": "a"}\n\n{"question": \n',
+            "--data .*rows.jsonl: line 3 is not JSON: Expecting value",
+        ),
+    ],
+)
+def test_sources_that_cannot_be_read_are_named(tmp_path, monkeypatch, name, content, said):
+    monkeypatch.chdir(tmp_path)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    config = Config(data=name, eval_data="")
+    with pytest.raises(UserError, match=said):
+        checks.checked(RLDataset, config, None, 100)(name)
+
+
+def test_a_dataset_is_a_class():
+    with pytest.raises(UserError, match="takes a class, such as a subclass of RLDataset"):
+        checks.checked(object(), Config(), None, 100)
 
 
 def test_a_full_disk_is_named(mesh):

@@ -254,6 +254,28 @@ def test_a_step_with_nothing_in_it_says_nothing():
     assert Monitor(CONFIG).diagnose({}, [], []) == ""
 
 
+def test_failures_are_counted_by_what_was_raised():
+    where = '  File "mine.py", line 3, in reward_fn\n    return 1 / 0\n'
+    failures = [where + "ZeroDivisionError: division by zero\n"] * 2 + ["TimeoutError: 60 s passed."]
+    first, second = monitor.failure_findings(failures, 6)
+    assert first.severity == 2 / 6 and second.severity == 1 / 6
+    assert first.sentence == (
+        "2 samples failed, and their groups were left out of the update: ZeroDivisionError: division by zero "
+        '(File "mine.py", line 3, in reward_fn).'
+    )
+    assert second.sentence.endswith("update: TimeoutError: 60 s passed.")
+
+
+def test_groups_that_were_left_out_carry_no_signal(monkeypatch):
+    samples = [Sample([], {}, key=(i // 2, i % 2), reward=float(i % 2)) for i in range(4)]
+    samples[3].failure = "TimeoutError"
+    monkeypatch.setattr(monitor.dist, "get_world_size", lambda: 1)
+    monkeypatch.setattr(monitor.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(monitor.dist, "gather_object", lambda one, parts: parts.__setitem__(0, one))
+    counts = monitor.gather_counts(samples, {"tp": SimpleNamespace(get_local_rank=lambda: 0)})
+    assert counts["rewards"] == [[0.0, 1.0]] and counts["failures"] == ["TimeoutError"]
+
+
 # ---------------------------------------------- the curve ----------------------------------------------
 def test_a_curve_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")

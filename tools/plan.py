@@ -180,10 +180,10 @@ def push_bytes(config: Config, n: SimpleNamespace) -> float:
     """Bytes of Actor.whole_weights and of the engine's copies for the root, the largest bucket."""
     gathered = n.s * n.root if n.shards > 1 or n.s < 4 else 0  # alone in fp32, FSDP shows its own shards
     collective = 2 * gathered if n.shards > 1 else gathered  # in pieces and whole
-    whole = n.s * n.root * n.tp if n.tp > 1 else 0  # gathered over tp
-    flat = 0 if config.engine == "local" else n.s * n.root * n.tp  # as SGLang gets it
-    before = n.s * n.layer * n.tp if flat or n.tp > 1 else 0  # the last layer's, until the root has been sent
-    return before + max(collective, gathered + whole + flat)
+    whole = n.s * n.root * n.tp
+    cloned = gathered + whole + (n.s * n.head * n.tp if n.tp > 1 else 0)  # gathered over tp, one by one
+    sent = whole * (1 if config.engine == "local" else 2)  # flattened for SGLang
+    return n.s * n.layer * n.tp + max(collective, cloned, sent)  # the bucket before, or its flat copy
 
 
 def longest(config: Config) -> int:

@@ -1,6 +1,6 @@
 """A run's samples as one HTML file: prompts and completions token by token, in a browser, without a server.
 
-    python -m tools.view RUN [--output samples.html] [--steps 100:120] [--limit 2000] [--tokenizer FOLDER]
+    python -m tools.view RUN [--output RUN/samples.html] [--steps 100:120] [--limit 2000] [--tokenizer FOLDER]
 
 A RUN is the --output_dir of train.py. Of a long run only evenly spaced steps are kept; the page says which.
 Tokens can be coloured by every list of numbers that a sample has for its trained tokens. Per-token details
@@ -181,13 +181,21 @@ def main():
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("run", type=Path, help="output folder of train.py")
-    parser.add_argument("--output", type=Path, default=Path("samples.html"), help="page to write")
+    parser.add_argument("--output", type=Path, help="page to write; default: samples.html in RUN")
     parser.add_argument("--steps", default="", help="120, 100:120 (both inclusive), 100: or :120")
     parser.add_argument("--limit", type=int, default=LIMIT, help="maximum number of samples; 0: no limit")
     parser.add_argument("--tokenizer", default="", help="folder or Hub name; default: the run's own")
     flags = parser.parse_args()
     try:
-        print(write_view(flags.run, flags.output, flags.steps, flags.limit, flags.tokenizer))
+        print(
+            write_view(
+                flags.run,
+                flags.output or flags.run / "samples.html",
+                flags.steps,
+                flags.limit,
+                flags.tokenizer,
+            )
+        )
     except (SamplesError, OSError) as error:
         print(f"tools.view: {error}", file=sys.stderr)
         sys.exit(2)
