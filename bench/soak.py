@@ -9,7 +9,7 @@ library has allocated (malloc_mb), and Python's blocks. A leak raises those two;
 the heap is fragmented. The learning rate is 1e-9, so that the policy, and with it the work of a step, stays
 the same from the first step to the last. Needs Linux with glibc.
 
-Prints a straight line through each column, over the steps after the first --skip. Neighbouring steps are
+Prints a straight line through each column, over the steps after the first --skip. Neighboring steps are
 alike (a generation of the garbage collector, another process on the machine), so the line is fitted to the
 means of 20 blocks of steps, and the error of its slope comes from their distances to it. Draws all of it, and
 writes the means.

@@ -106,7 +106,7 @@ class Request:
 class LocalEngine:
     """Decodes in waves: all waiting requests at once, with a key-value cache.
 
-    Each request brings its own seed, so that its completion depends neither on its neighbours nor on the
+    Each request brings its own seed, so that its completion depends neither on its neighbors nor on the
     number of ranks.
     """
 

@@ -88,7 +88,7 @@ def test_engine_agrees_with_transformers_and_with_itself(tmp_path, tokenizer):
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompts = [[5, 6, 7], [9] * 11, [5, 6, 7], [100, 200]]
     together = sample(engine, list(zip(prompts, range(4))), 0.7)
-    for seed, prompt in enumerate(prompts):  # neighbours change nothing
+    for seed, prompt in enumerate(prompts):  # neighbors change nothing
         (alone,) = sample(engine, [(prompt, seed)], 0.7)
         assert alone[0].tolist() == together[seed][0].tolist()
     assert together[0][0].tolist() != together[2][0].tolist()  # another seed, another completion
@@ -177,7 +177,7 @@ def test_an_error_reaches_everyone_who_waits(tmp_path, tokenizer):
     assert len(sample(engine, [([1, 2], 1)])[0][0]) <= 4  # and the next wave is served
 
 
-def test_a_cancelled_request_leaves_its_neighbours_alone(tmp_path, tokenizer):
+def test_a_cancelled_request_leaves_its_neighbors_alone(tmp_path, tokenizer):
     engine = make_engine(random_model(tmp_path), tokenizer)
     prompt = np.array([1, 2, 3], np.int32)
 

@@ -8,7 +8,7 @@ Supervised learning on problems that are in neither train.jsonl nor test.jsonl, 
 factors. One prompt in four says nothing of a tool, and is answered in the head: by the product, said
 straight away. The others are answered by a program at first, and at the end only one in five is. A program
 takes the two numbers with +, - or *, at random, and what it printed becomes the answer. So the model has
-learnt how a tool is used, uses it seldom, and then mostly wrongly; and it has learnt to answer in the head
+learned how a tool is used, uses it seldom, and then mostly wrongly; and it has learned to answer in the head
 as well as it can.
 """
 

@@ -5,7 +5,7 @@ random.
 
 Supervised learning on random games. A guess heeds the answers, and is any number that they leave, or it is
 any number from 1 to 32: at first all guesses heed them, at the end one in five. What is learned is not the
-number that was guessed but how likely each one was. So the model has learnt what the answers mean, and
+number that was guessed but how likely each one was. So the model has learned what the answers mean, and
 heeds them seldom.
 """
 

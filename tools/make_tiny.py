@@ -4,7 +4,7 @@ weights.
     python -m tools.make_tiny  # everything, from nothing: about half an hour on one CPU core
 
 The problem is countdown with three different numbers: reach the target with + and -, each number used
-once. There are four ways to do so without going below zero, and the model has learnt, from random traces,
+once. There are four ways to do so without going below zero, and the model has learned, from random traces,
 to try them in random order:
 
     <think>12+4+1 = 16+1 = 17 no

@@ -3,7 +3,7 @@
     python -m tools.view RUN [--output RUN/samples.html] [--steps 100:120] [--limit 2000] [--tokenizer FOLDER]
 
 A RUN is the --output_dir of train.py. Of a long run only evenly spaced steps are kept; the page says which.
-Tokens can be coloured by every list of numbers that a sample has for its trained tokens. Per-token details
+Tokens can be colored by every list of numbers that a sample has for its trained tokens. Per-token details
 are kept for the first --token_groups groups of each step; other samples show their text.
 
 A model may write anything, and in the page it stays text: the data is JSON in which no tag can be spelled,
@@ -158,7 +158,7 @@ class Packer:
 
 
 def scale(values: np.ndarray) -> dict[str, float]:
-    """Where a column reaches full colour: the magnitude that 1 % exceed, for each sign that occurs."""
+    """Where a column reaches full color: the magnitude that 1 % exceed, for each sign that occurs."""
     magnitude = np.abs(values[np.isfinite(values)])
     bound = 0.0
     if len(magnitude):
