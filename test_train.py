@@ -877,7 +877,7 @@ def test_the_lone_pair_needs_extras_for_the_local_engine(lone):
     done = run("train.py", *flags, cwd=lone, timeout=120)
     ours = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert ours == ["train.py: --engine local requires extras/local_engine.py beside train.py"]
+    assert ours == ["train.py: extras/local_engine.py is missing beside train.py: --engine requires it"]
     assert not (lone / "runs").exists()
 
 

@@ -352,7 +352,7 @@ def load_extra(name: str, flag: str = ""):
     if importlib.util.find_spec("extras") and importlib.util.find_spec(f"extras.{name}"):
         return importlib.import_module(f"extras.{name}")
     if flag:
-        raise UserError(f"{flag} requires extras/{name}.py beside train.py")
+        raise UserError(f"extras/{name}.py is missing beside train.py: {flag} requires it")
 
 
 def init_distributed(config: Config) -> dict[str, DeviceMesh]:
@@ -689,9 +689,8 @@ class Trainer:
         self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=files)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         self.room = AutoConfig.from_pretrained(self.path).max_position_embeddings - config.max_new_tokens
-        kind = config.engine
-        extra = "local_engine" if kind == "local" else "servers"
-        engine_class = SGLangEngine if kind == "sglang" else load_extra(extra, f"--engine {kind}").Engine
+        extra = "local_engine" if config.engine == "local" else "servers"
+        engine_class = SGLangEngine if config.engine == "sglang" else load_extra(extra, "--engine").Engine
         self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
         policy = (self.path, self.mesh, config, self.engine.vocab_size)
         self.actor = Actor(load_policy(*policy), self.mesh, config)
@@ -798,6 +797,7 @@ class Trainer:
         with torch.no_grad():
             for batch in sum(updates, []) if self.reference else []:
                 batch.ref_logprobs, _ = self.reference.logprobs(batch)
+                self.reference.reshard()  # its root would stay gathered during the update
             for batch in sum(updates[1:], []):  # the first update is on-policy: its own pass is the old one
                 exact = self.engine.exact
                 batch.old_logprobs = batch.engine_logprobs if exact else self.actor.model.logprobs(batch)[0]

@@ -11,7 +11,9 @@ from train import UserError
 
 def test_extras_are_optional_unless_a_flag_requires_them(monkeypatch):
     assert train.load_extra("local_engine").Engine and train.load_extra("no_such_extra") is None
-    with pytest.raises(UserError, match="^--engine requires extras/no_such_extra.py beside train.py$"):
+    with pytest.raises(
+        UserError, match="^extras/no_such_extra.py is missing beside train.py: --engine requires it$"
+    ):
         train.load_extra("no_such_extra", "--engine")
     monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
     assert train.load_extra("monitor") is None

@@ -46,7 +46,7 @@ class PlanConfig(Config):
     gpu_gb: float = flag(0, "plan for GPUs with this memory in GB (1e9 bytes); 0: for this machine")
 
 
-def read_flags(arguments: list[str]) -> PlanConfig:
+def read_flags(arguments: list[str], config_class=PlanConfig) -> PlanConfig:
     """Flags to a config; with --gpu_gb the defaults are those of train.py on a machine with GPUs and sglang.
 
     Raises UserError for flags that cannot be planned.
@@ -55,7 +55,7 @@ def read_flags(arguments: list[str]) -> PlanConfig:
     defaults = []
     if any(argument.split("=")[0] == "--gpu_gb" for argument in arguments):
         defaults = ["--device", "cuda", "--dtype", "bfloat16", "--engine", "sglang", "--model", Config.model]
-    config = parse_flags(PlanConfig, defaults + arguments)
+    config = parse_flags(config_class, defaults + arguments)
     if config.engine not in ("sglang", "local") and not config.engine.startswith("http"):
         raise UserError(f"--engine must be sglang, local or URLs of servers, not {config.engine}")
     if config.processes < 0 or not 0 <= config.gpu_gb < math.inf:

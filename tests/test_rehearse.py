@@ -1,0 +1,120 @@
+"""Tests of tools/rehearse.py: the code for GPUs on fake tensors, against plan and counts by hand."""
+
+import sys
+
+import pytest
+from transformers import Qwen2Config, Qwen3Config
+
+from tools import plan, rehearse
+from tools.shapes import SIZES, known_config
+from train import Trainer, UserError
+
+SMALL = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 3, "num_attention_heads": 14}
+SMALL |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
+QWEN2 = Qwen2Config(**SMALL)
+QWEN3 = Qwen3Config(**SMALL | {"tie_word_embeddings": False, "head_dim": 64})
+FLAGS = {"device": "cuda", "dtype": "bfloat16", "engine": "sglang", "tokens_per_micro_batch": 4096}
+
+
+def config_of(processes: int, **flags) -> rehearse.RehearsalConfig:
+    return rehearse.RehearsalConfig(processes=processes, **FLAGS | flags)
+
+
+def check_plan(config, model_config, found: dict):
+    """Plan and rehearsal agree within 3 %."""
+    for name, expected in rehearse.planned(config, model_config).items():
+        assert expected == pytest.approx(found[name]["peak"], rel=0.03)
+
+
+def test_a_rehearsal_by_hand():
+    config = config_of(4)
+    found = rehearse.rehearse(config, QWEN2)
+    check_plan(config, QWEN2, found)
+    # FSDP's units are three layers and the root. A pass gathers all of them, the backward pass the layers
+    # again (the root stays), and it reduces all. Two micro-batches.
+    collectives = found["update"]["collectives"]
+    assert collectives["allgather_base"][0] == 2 * (4 + 3) and collectives["reduce_scatter_base"][0] == 2 * 4
+    layer = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 * 896
+    root = 151936 * 896 + 896
+    assert collectives["allgather_base"][1] == 2 * 2 * (2 * 3 * layer + root)  # in bfloat16
+    assert collectives["reduce_scatter_base"][1] == 2 * 4 * (3 * layer + root)  # in fp32
+    assert found["push"]["collectives"]["allgather_base"] == (4, 2 * (3 * layer + root))
+    # Parameters in fp32 after the build; with Adam's moments three times that.
+    shard = 4 * (3 * layer + root) / 4
+    assert found["build"]["end"] == pytest.approx(shard, rel=0.01)
+    assert found["update: step"]["end"] == pytest.approx(3 * shard, rel=0.01)
+    # Once per optimizer step the host waits for the statistics, and for the norm.
+    waits = found["update"]["syncs"] | found["update: step"]["syncs"]
+    assert [line.split()[-1] for line in waits] == [*waits_of("backward"), "norm.isfinite():", "norm.item()"]
+
+
+def waits_of(function: str) -> list[str]:
+    """The last words of the line of Actor.backward in which the host waits."""
+    return ["torch.stack([*sums.values()]).tolist())))"][: function == "backward"]
+
+
+def test_a_wait_for_the_gpu_in_the_loss_is_found(monkeypatch):
+    loss = Trainer.loss
+
+    def waiting(self, batch):
+        value, stats = loss(self, batch)
+        value.item()
+        return value, stats
+
+    monkeypatch.setattr(Trainer, "loss", waiting)
+    config = config_of(2, tokens_per_micro_batch=1024)
+    found = rehearse.rehearse(config, Qwen2Config(**SMALL | {"vocab_size": 1024, "num_hidden_layers": 1}))
+    (count,) = [count for line, count in found["update"]["syncs"].items() if "value.item()" in line]
+    assert count == 2  # one for each micro-batch
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "processes, model_config, flags",
+    [
+        (4, QWEN2, {"tp_size": 2}),
+        (4, QWEN3, {"tp_size": 2, "dp_replicate": 2}),
+        (2, QWEN3, {"kl_coef": 0.01}),
+        (1, QWEN2, {"gradient_checkpointing": False}),
+        (64, QWEN3, {}),
+    ],
+)
+def test_plan_agrees_with_the_rehearsal(processes, model_config, flags):
+    config = config_of(processes, **flags)
+    check_plan(config, model_config, rehearse.rehearse(config, model_config))
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ("--dtype float32", "--dtype must be bfloat16"),
+        ("--card X1", "--card X1 is unknown; known are H100"),
+        ("--processes 2 --rank 2", "--rank 2 is not among the 2 processes"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_one_line(flags, said):
+    with pytest.raises(UserError, match=said):
+        rehearse.read_flags(flags.split())
+
+
+def test_a_run_that_does_not_fit_ends_with_what_to_change(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["rehearse", "--processes", "2", "--gpu_gb", "12", "--host", "False"])
+    monkeypatch.setattr(plan, "find_config", lambda name: QWEN2)
+    with pytest.raises(SystemExit, match="1"):
+        rehearse.main()
+    printed = capsys.readouterr().out
+    assert "update " in printed and "bound by" in printed
+    assert printed.splitlines()[-1].startswith("It does not fit into 12 GB. It would with --")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_known_sizes_make_models_of_their_names(name):
+    config = known_config(f"Qwen/{name}")
+    hidden, mlp, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    width = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    heads = width * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    size = layers * hidden * (heads + 3 * mlp)
+    size += config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    billions = float(name.split("-")[1].removesuffix("B"))
+    assert size / 1e9 == pytest.approx(billions, rel=0.13)
+    assert known_config("Qwen/other") is None

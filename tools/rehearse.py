@@ -1,0 +1,476 @@
+"""Rehearse an update and a push on any number of GPUs, without one.
+
+    python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80] [--card H100] [--rank 0]
+    python -m tools.rehearse --model Qwen/Qwen2.5-7B-Instruct --processes 8 --gpu_gb 80
+
+The real Actor, loss, optimizer step and push of train.py run as one rank of N, on tensors without content
+(FakeTensorMode) and with a process group that sends nothing ("fake"), from config.json alone: no weights, no
+GPU, a few minutes and about 2 GB of memory for any model. Every allocation, collective and wait of the host
+for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SGLang's own processes, numbers.
+
+Printed are peaks of live memory beside those of tools.plan, collectives with their bytes, host
+synchronizations with file and line, FLOPs, the host's own time per micro-batch (measured with a model of the
+same depth but tiny widths on real tensors), and a modelled step time. That last one is a model with the
+assumptions printed beside it, not a measurement. The exit code is 1 if the run does not fit.
+"""
+
+import logging
+import math
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections import Counter, defaultdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import train
+from extras.monitor import forward_flops, peak_flops
+from tools import plan
+from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
+
+HERE = Path(train.__file__).parent
+LENGTH = 1024  # tokens of a rehearsed sample
+PROMPT = 128  # of which are its prompt
+ROUNDING = 512  # bytes that CUDA's caching allocator rounds up to
+COMMUNICATION = ("c10d", "_c10d_functional")
+MESH_METHODS = (  # these compute with real tensors
+    "__init__ size ndim shape get_rank get_coordinate get_local_rank get_group get_all_groups __getitem__ "
+    "_get_slice_mesh_layout _flatten __hash__ __eq__ mesh"
+).split()
+# Card -> bytes per second of its memory and of its link to the other cards of a machine, from data sheets.
+LINKS = {
+    "H100": (3.35e12, 450e9),
+    "H200": (4.8e12, 450e9),
+    "A100": (2.0e12, 300e9),
+    "L40S": (0.86e12, 32e9),
+    "L4": (0.3e12, 32e9),
+    "RTX 4090": (1.0e12, 32e9),
+}
+EFFICIENCY = 0.5  # of the peak that matrix products reach; assumed
+LINK_EFFICIENCY = 0.7  # of the link's data sheet; assumed
+
+
+@dataclass
+class RehearsalConfig(plan.PlanConfig):
+    """The flags of train.py and tools.plan, and what to rehearse."""
+
+    gpu_gb: float = flag(80, "memory of a GPU in GB (1e9 bytes)")
+    rank: int = flag(0, "rank whose part is executed")
+    card: str = flag("H100", f"card for the modelled time: {', '.join(LINKS)}")
+    host: bool = flag(True, "measurement of the host's time per micro-batch")
+
+
+# ---- What is recorded ------------------------------------------------------------------------------------
+class Recorder(TorchDispatchMode):
+    """Live bytes, collectives, FLOPs and host synchronizations of everything that runs under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = {}  # bytes of each live storage
+        self.now = 0
+        self.peak = 0
+        self.flops = 0
+        self.collectives = defaultdict(lambda: [0, 0])  # name -> count, bytes
+        self.syncs = Counter()  # "file:line code" -> count
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its operations on local tensors come back here
+        if func is torch.ops.aten._local_scalar_dense.default:
+            line, function = innermost_line()
+            if function != "reduce_over":  # its numbers are on the CPU
+                self.syncs[line] += 1
+            return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
+        out = func(*args, **kwargs)
+        for tensor in tree_leaves((args, kwargs, out)):
+            if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
+                self.add(tensor.untyped_storage())
+        if func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+        if func.namespace in COMMUNICATION:
+            self.count_collective(func, args, out)
+        return out
+
+    def count_collective(self, func, args: tuple, out):
+        """Adds the largest tensor that takes part, which is the whole one of a gather or scatter."""
+        tensors = [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor)]
+        if tensors and "wait" not in func.__name__:
+            entry = self.collectives[func.__name__.split(".")[0].strip("_")]
+            entry[0] += 1
+            entry[1] += max(tensor.nbytes for tensor in tensors)
+
+    def add(self, storage):
+        key = storage._cdata
+        if key not in self.sizes:
+            self.sizes[key] = 0
+            weakref.finalize(storage, self.drop, key)
+            self.resize(key, storage.nbytes())
+
+    def drop(self, key: int):
+        self.now -= self.sizes.pop(key)
+
+    def resize(self, key: int, size: int):
+        size = math.ceil(size / ROUNDING) * ROUNDING
+        self.now += size - self.sizes[key]
+        self.sizes[key] = size
+        self.peak = max(self.peak, self.now)
+
+    @contextmanager
+    def resizes(self):
+        """Also sees storages that FSDP frees and fills again."""
+        original = torch.UntypedStorage.resize_
+
+        def resize_(storage, size):
+            out = original(storage, size)
+            if storage._cdata in self.sizes:
+                self.resize(storage._cdata, storage.nbytes())
+            return out
+
+        with patch.object(torch.UntypedStorage, "resize_", resize_):
+            yield
+
+    def phase(self) -> dict:
+        """What was recorded since the last call."""
+        found = {"peak": self.peak, "end": self.now, "flops": self.flops}
+        found |= {"collectives": {name: tuple(entry) for name, entry in self.collectives.items()}}
+        found |= {"syncs": dict(self.syncs)}
+        self.peak = self.now
+        self.flops = 0
+        self.collectives.clear()
+        self.syncs.clear()
+        return found
+
+
+def innermost_line() -> tuple[str, str]:
+    """The innermost line of this project on the stack that is not of this file, and its function."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(HERE) and path != Path(__file__) and "site-packages" not in path.parts:
+            return f"{path.relative_to(HERE)}:{frame.lineno} {frame.line}", frame.name
+    return "outside of this project", ""
+
+
+# ---- A machine that is not there -------------------------------------------------------------------------
+def outside_of_fake(function):
+    """A function that computes with real tensors although a FakeTensorMode is active."""
+
+    def call(*args, **options):
+        with unset_fake_temporarily():
+            return function(*args, **options)
+
+    return call
+
+
+@contextmanager
+def fake_processes(config: RehearsalConfig):
+    """Makes this process one rank of many; the others exist in name only."""
+    store = {"store": FakeStore(), "rank": config.rank, "world_size": config.processes}
+    dist.init_process_group("fake", **store)
+    try:
+        with patch.object(dist, "init_process_group"):  # train.init_distributed would make real ones
+            yield train.init_distributed(replace(config, device="cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_machine(recorder: Recorder, mode: FakeTensorMode):
+    """Runs train.py's code for GPUs on fake tensors."""
+    attention = train.packed_attention
+
+    def gpu_attention(*args, **options):
+        with patch.object(FakeTensor, "is_cuda", True):  # takes the branch of GPUs
+            return attention(*args, **options)
+
+    def quiet(propagator, *args, **options):  # DTensor computes shapes with whole tensors of its own
+        with unset_recorder():
+            return propagate(propagator, *args, **options)
+
+    @contextmanager
+    def unset_recorder():
+        kept = vars(recorder).copy()
+        recorder.sizes = defaultdict(int)
+        try:
+            yield
+        finally:
+            vars(recorder).update(kept)
+
+    propagator = torch.distributed.tensor._sharding_prop.ShardingPropagator
+    propagate = propagator._propagate_tensor_meta_non_cached
+    with ExitStack() as stack:
+        for name in MESH_METHODS:
+            method = getattr(DeviceMesh, name, None)
+            if isinstance(method, property):
+                stack.enter_context(patch.object(DeviceMesh, name, property(outside_of_fake(method.fget))))
+            elif method:
+                stack.enter_context(patch.object(DeviceMesh, name, outside_of_fake(method)))
+        stack.enter_context(patch.object(train, "packed_attention", gpu_attention))
+        stack.enter_context(patch.object(train, "empty_model", outside_of_fake(train.empty_model)))
+        stack.enter_context(patch.object(train.dcp, "load"))  # there are no weights
+        stack.enter_context(patch.object(propagator, "_propagate_tensor_meta_non_cached", quiet))
+        stack.enter_context(patch.object(dist, "all_gather_object", lambda parts, one, group=None: None))
+        stack.enter_context(recorder.resizes())
+        stack.enter_context(mode)
+        stack.enter_context(recorder)
+        yield
+
+
+def fake_batch(batch, mode: FakeTensorMode):
+    """A micro-batch without content; sizes and lengths stay."""
+    values = vars(batch)
+    tensors = {name: mode.from_tensor(value) for name, value in values.items() if torch.is_tensor(value)}
+    return SimpleNamespace(**values | tensors)
+
+
+def make_samples(config: Config, micro_batches: int, vocab_size: int) -> list[Sample]:
+    """Samples of LENGTH tokens that fill micro-batches of one rank."""
+    samples = []
+    for i in range(micro_batches * max(1, config.tokens_per_micro_batch // LENGTH)):
+        sample = Sample([], {}, key=(i, 0))
+        sample.append([i % vocab_size] * PROMPT)
+        sample.append([i % vocab_size] * (LENGTH - PROMPT), mask=1, advantage=1.0, logprob=-1.0)
+        samples.append(sample)
+    return samples
+
+
+def make_trainer(config: Config, mesh, vocab_size: int) -> Trainer:
+    """A Trainer with an actor and, with --kl_coef, a reference, but no data, engine or log."""
+    trainer = object.__new__(Trainer)
+    trainer.config = config
+    trainer.mesh = mesh
+    trainer.engine = SimpleNamespace(exact=False)
+    policy = (config.model, mesh, config, vocab_size)
+    trainer.actor = Actor(train.load_policy(*policy), mesh, config)
+    trainer.reference = train.load_policy(*policy) if config.kl_coef else None
+    return trainer
+
+
+class Bucket:
+    """A stand-in for sglang's FlattenedTensorBucket: the same flat copy."""
+
+    def __init__(self, named_tensors: list):
+        self.flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
+
+    def get_flattened_tensor(self) -> torch.Tensor:
+        return self.flat
+
+    def get_metadata(self) -> list:
+        return []
+
+
+@contextmanager
+def fake_sglang():
+    """Modules with the names that SGLangEngine.send imports."""
+    names = ("utils", "utils.patch_torch", "weight_sync", "weight_sync.tensor_bucket")
+    modules = {f"sglang.srt.{name}": ModuleType(name) for name in names}
+    modules |= {"sglang": ModuleType("sglang"), "sglang.srt": ModuleType("sglang.srt")}
+    modules["sglang.srt.utils"].MultiprocessingSerializer = SimpleNamespace(serialize=lambda content: b"")
+    modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
+    modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = Bucket
+    with patch.dict(sys.modules, modules):
+        yield
+
+
+def push(actor: Actor, mesh):
+    """SGLangEngine.push, as a rank that does not talk to SGLang itself sees it."""
+    engine = object.__new__(SGLangEngine)
+    engine.engine = None
+    engine.version = 0
+    engine.group = mesh["tp"].get_group()
+    with fake_sglang():
+        engine.push(actor.whole_weights())
+
+
+# ---- The rehearsal ---------------------------------------------------------------------------------------
+def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> dict[str, dict]:
+    """Executes the build, two updates and a push. Returns what Recorder.phase tells of each."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder()
+    found = {}
+    with fake_processes(config) as mesh, tempfile.TemporaryDirectory() as folder:
+        model_config.save_pretrained(folder)
+        on_cpu = replace(config, model=folder, device="cpu")  # fake tensors there stand for a GPU's
+        samples = make_samples(config, micro_batches, model_config.vocab_size)
+        with fake_machine(recorder, mode):
+            trainer = make_trainer(on_cpu, mesh, model_config.vocab_size)
+            found["build"] = recorder.phase()
+            for name in ("first update", "update"):  # Adam's state exists from the second one on
+                with unset_fake_temporarily():
+                    batches = [fake_batch(batch, mode) for batch in trainer.micro_batches(samples)]
+                if trainer.reference:
+                    with torch.no_grad():
+                        for batch in batches:
+                            batch.ref_logprobs, _ = trainer.reference.logprobs(batch)
+                            trainer.reference.reshard()
+                trainer.actor.backward(batches, trainer.loss)
+                found[name] = recorder.phase()
+                trainer.actor.step()
+                found[f"{name}: step"] = recorder.phase()
+                del batches
+            push(trainer.actor, mesh)
+            found["push"] = recorder.phase()
+    return found
+
+
+def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> float:
+    """Median seconds of a forward and backward pass of a model as deep as this one, but with tiny widths.
+
+    What is left is Python, autograd and dispatch: the host's share, which a GPU waits for if it is faster.
+    """
+    heads = config.tp_size * 2
+    tiny = {"hidden_size": 8 * heads, "intermediate_size": 8 * heads, "vocab_size": 64 * heads}
+    tiny |= {"num_attention_heads": heads, "num_key_value_heads": config.tp_size, "head_dim": 8}
+    small = type(model_config)(**model_config.to_dict() | tiny)
+    sample = make_samples(replace(config, tokens_per_micro_batch=0), 1, small.vocab_size)[0]
+    sample.tokens = sample.tokens[PROMPT - 2 : PROMPT + 6]
+    times = []
+    with fake_processes(config) as mesh, tempfile.TemporaryDirectory() as folder:
+        small.save_pretrained(folder)
+        on_cpu = replace(config, model=folder, device="cpu")
+        with patch.object(train.dcp, "load"):
+            trainer = make_trainer(on_cpu, mesh, small.vocab_size)
+        for parameter in trainer.actor.parameters.values():
+            torch.nn.init.normal_(parameter.to_local(), std=0.02)
+        batch = train.make_batch([sample], "cpu")
+        for _ in range(repeats + 1):
+            start = time.perf_counter()
+            loss, _ = trainer.loss(batch)
+            loss.backward()
+            times.append(time.perf_counter() - start)
+            trainer.actor.optimizer.zero_grad()
+    return statistics.median(times[1:])
+
+
+def modelled(config: RehearsalConfig, model_config, update: dict, host: float, micro_batches: int) -> dict:
+    """Seconds of a step on a card, phase by phase, from data sheets and assumptions; no measurement."""
+    n = plan.sizes(config, model_config, config.processes)
+    peak = peak_flops(config.card)
+    memory, link = LINKS[config.card]
+    ranks = config.processes // config.tp_size
+    samples = config.prompts_per_step * config.group_size / ranks  # per rank
+    tokens = samples * plan.longest(config)
+    passes = math.ceil(tokens / max(config.tokens_per_micro_batch, plan.longest(config)))
+    seconds = {
+        "compute": update["flops"] / micro_batches / (EFFICIENCY * peak),
+        "links": sum(size for _, size in update["collectives"].values())
+        / micro_batches
+        / (LINK_EFFICIENCY * link),
+        "host": host,
+    }
+    slowest = max(seconds, key=seconds.get)
+    reads = n.s * n.whole + samples * plan.longest(config) / 2 * 2 * n.s * n.keys * n.layers
+    rollout = config.max_new_tokens * max(reads / (EFFICIENCY * memory), 0.005)  # a token of all samples
+    useful = 3 * forward_flops(model_config, [LENGTH] * 8, 8 * (LENGTH - PROMPT)) / (8 * LENGTH) * tokens
+    step = rollout + passes * seconds[slowest] + n.s * n.whole * n.tp / (LINK_EFFICIENCY * link)
+    return {
+        "pass": seconds,
+        "bound by": slowest,
+        "passes": passes,
+        "rollout": rollout,
+        "update": passes * seconds[slowest],
+        "step": step,
+        "mfu of the update": useful / (passes * seconds[slowest]) / config.tp_size / peak,
+    }
+
+
+# ---- The command -----------------------------------------------------------------------------------------
+def planned(config: RehearsalConfig, model_config) -> dict[str, float]:
+    """What tools.plan expects the rehearsal to find: bytes of the update and of the push."""
+    # Where operations are recorded, autograd adds up gradients out of place: one more number per logit.
+    with patch.object(plan, "LOGIT", plan.LOGIT + 4):
+        phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
+    own = {name: sum(parts.values()) - parts["engine"] - parts["reserve"] for name, parts in phases.items()}
+    return {"update": max(own[name] for name in ("log-probs", "layers", "reduce")), "push": own["push"]}
+
+
+def report(config: RehearsalConfig, model_config, found: dict, seconds: float) -> str:
+    """The text that the command prints."""
+    phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
+    lines = [
+        f"{config.model} as rank {config.rank} of {config.processes}, tp {config.tp_size}, {config.dtype}, "
+        f"{config.tokens_per_micro_batch} tokens per pass; rehearsed in {seconds:.0f} s",
+        "",
+        "peak of live memory     rehearsed    planned   with SGLang and reserves",
+    ]
+    for name, size in planned(config, model_config).items():
+        names = ("push",) if name == "push" else ("log-probs", "layers", "reduce")
+        whole = max(sum(phases[one].values()) for one in names)
+        lines.append(
+            f"{name:22}{found[name]['peak'] / 1e9:8.2f} GB{size / 1e9:8.2f} GB{whole / 1e9:12.2f} GB"
+        )
+    for name in ("update", "push"):
+        lines += ["", f"collectives of the {name} ({2 if name == 'update' else 1} times):"]
+        for kind, (count, size) in sorted(found[name]["collectives"].items()):
+            lines.append(f"  {kind:24}{count:7} calls {size / 1e9:10.2f} GB")
+    lines += ["", "the host waits for the GPU (two micro-batches, one optimizer step):"]
+    waits = Counter(found["update"]["syncs"]) + Counter(found["update: step"]["syncs"])
+    lines += [f"  {count:4} x {line}" for line, count in waits.items()]
+    return "\n".join(lines)
+
+
+def read_flags(arguments: list[str]) -> RehearsalConfig:
+    """Flags to a config, as on a machine with GPUs. Raises UserError for what cannot be rehearsed."""
+    defaults = ["--gpu_gb=80", f"--model={Config.model}"]
+    config = plan.read_flags(defaults + arguments, RehearsalConfig)
+    if config.dtype != "bfloat16":
+        raise UserError("--dtype must be bfloat16: packed attention on GPUs knows 16 bits only")
+    if config.card not in LINKS:
+        raise UserError(f"--card {config.card} is unknown; known are {', '.join(LINKS)}")
+    if not 0 <= config.rank < config.processes:
+        raise UserError(f"--rank {config.rank} is not among the {config.processes} processes")
+    return config
+
+
+def main():
+    """Rehearses, and prints what was found."""
+    logging.disable(logging.WARNING)  # torch's hints about DTensor
+    try:
+        config = read_flags(sys.argv[1:])
+        model_config = plan.find_config(config.model)
+        plan.check_sizes(config, model_config, config.processes)
+    except UserError as error:
+        print(f"tools.rehearse: {error}", file=sys.stderr)
+        sys.exit(2)
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    found = rehearse(config, model_config)
+    print(report(config, model_config, found, time.perf_counter() - start))
+    host = host_seconds(config, model_config) if config.host else 0.0
+    guess = modelled(config, model_config, found["update"], host, 2)
+    print(
+        f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}\n"
+        f"host per micro-batch: {1e3 * host:.0f} ms, measured here\n"
+        f"\nA model, not a measurement, for {config.card}s: matrix products at {EFFICIENCY:.0%} of the peak, "
+        f"links at {LINK_EFFICIENCY:.0%},\nall completions as long as --max_new_tokens, nothing overlaps:"
+    )
+    parts = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in guess["pass"].items())
+    print(f"  a pass: {parts}; bound by {guess['bound by']}; {guess['passes']} passes per step")
+    print(
+        f"  a step: {guess['step']:.1f} s, of which rollout {guess['rollout']:.1f}, update "
+        f"{guess['update']:.1f}; MFU of the update {guess['mfu of the update']:.0%}"
+    )
+    if not plan.fits(config, model_config):
+        way = plan.ways_out(config, model_config)[0]
+        print(f"\nIt does not fit into {config.gpu_gb:g} GB. It would with {way}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
