@@ -379,6 +379,21 @@ def test_head_logprobs_are_computed_in_chunks(mesh):
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32(mesh):
+    torch.manual_seed(0)
+    states = torch.randn(768, 4).bfloat16()
+    head = torch.randn(2**16, 4).bfloat16().requires_grad_()  # in 3 chunks
+    targets = torch.randint(0, 100, (768,))
+
+    def gradient(part):
+        logprobs, _ = train.head_logprobs(states[part], targets[part], head, 1.0, 2**16, mesh["tp"])
+        return torch.autograd.grad(logprobs.sum(), head)[0][:100]
+
+    chunks = sum(gradient(slice(start, start + 256)).double() for start in (0, 256, 512))
+    # Each chunk alone is rounded to bfloat16 once, by at most 2^-9; their sum must not be rounded again and again.
+    torch.testing.assert_close(gradient(slice(None)).double(), chunks, rtol=2**-8, atol=2**-8)
+
+
 @pytest.mark.parametrize("temperature, used, length", [(1.0, 64, 7), (0.7, 61, 300), (1.3, 1, 256)])
 def test_head_logprobs_equal_plain_autograd(mesh, temperature, used, length):
     generator = torch.Generator().manual_seed(0)
