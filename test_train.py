@@ -390,7 +390,7 @@ def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32(mesh):
         return torch.autograd.grad(logprobs.sum(), head)[0][:100]
 
     chunks = sum(gradient(slice(start, start + 256)).double() for start in (0, 256, 512))
-    # Each chunk alone is rounded to bfloat16 once, by at most 2^-9; their sum must not be rounded again and again.
+    # Each chunk alone is rounded to bfloat16 once, by at most 2^-9; their sum must not be rounded again.
     torch.testing.assert_close(gradient(slice(None)).double(), chunks, rtol=2**-8, atol=2**-8)
 
 
