@@ -14,6 +14,7 @@ import os
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
@@ -99,6 +100,14 @@ def check_sizes(config: Config, model_config, ranks: int):
             raise UserError(f"--tp_size {tp} does not divide the model's {name} {size}")
 
 
+@cache
+def parameter_sizes(config_class: type, content: str) -> dict[str, int]:
+    """Numbers in each parameter of a model, by name; content is its config as JSON."""
+    with torch.device("meta"):  # takes no memory
+        model = AutoModelForCausalLM.from_config(config_class(**json.loads(content)))
+    return {name: value.numel() for name, value in model.named_parameters()}
+
+
 def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     """What the formulas are made of: parameters and widths on one of tp ranks, before FSDP shards them.
 
@@ -107,11 +116,9 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     check_sizes(config, model_config, ranks)
     tp = config.tp_size
     heads = model_config.num_attention_heads
-    with torch.device("meta"):  # takes no memory
-        model = AutoModelForCausalLM.from_config(model_config)
     counts = {}  # a tied head is not among them
-    for name, value in model.named_parameters():
-        counts[name] = value.numel() // (1 if "norm" in name else tp)
+    for name, count in parameter_sizes(type(model_config), model_config.to_json_string()).items():
+        counts[name] = count // (1 if "norm" in name else tp)
     whole = sum(counts.values())
     layers = model_config.num_hidden_layers
     layer = sum(size for name, size in counts.items() if name.startswith("model.layers.0."))
