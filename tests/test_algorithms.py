@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import train
 from recipes.algorithms import ALGORITHMS, AlgorithmConfig
 from recipes.formulas import number_units, policy_loss, token_returns
 from recipes.trainer import AlgorithmTrainer, add_column, store
+from tests.conftest import alone
 from train import Sample, UserError
 
 torch.set_num_threads(1)  # on busy cores more can stall for seconds
@@ -36,10 +36,8 @@ def columns():
 
 @pytest.fixture(scope="module")
 def mesh():
-    """This process alone, as a mesh of one."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    """This process alone, as for all tests: a process joins a group only once."""
+    return alone()
 
 
 def make_config(**flags) -> AlgorithmConfig:
