@@ -384,8 +384,8 @@ layers stay gathered after a push
 +            pass
 
 layers pushed twice
--            left -= {name for name, _ in bucket}
-+            pass
+-if prefix or ".layers." not in one[0]]
++if True]
 
 export says float32
 -            self.model.config.dtype = self.config.dtype
@@ -420,8 +420,8 @@ SGLang takes all memory before the weights
 +        self.call("resume_memory_occupation", tags=["weights", "kv_cache", "cuda_graph"])
 
 extras in reverse
--EXTRAS = "help watchdog compile offload monitor gate checkpoint checks"
-+EXTRAS = "checks checkpoint gate monitor offload compile watchdog help"
+-EXTRAS = "help sglang_cpu watchdog compile offload monitor gate checkpoint checks"
++EXTRAS = "checks checkpoint gate monitor offload compile watchdog sglang_cpu help"
 
 evaluation on the training data
 -dataset_class(config.eval_data) if config.eval_data and config.eval_every
