@@ -162,7 +162,7 @@ def old_side(repeats: int) -> list[dict]:
         names = ("entropy", "logprob_diff")
         part("numbers per token", lambda: packing.hand_back(samples, batches, names, mesh["dp"]))
         metrics = {"time_step": 1.0, "rollout_tokens_per_s": 1.0, "train_tokens_per_s": 1.0}
-        metrics |= {"idle_rollout": 0.0, "peak_gb": 0.0, "loss": 0.0, "entropy": 1.0, "clip_fraction": 0.0}
+        metrics |= {"idle": 0.0, "peak_gb": 0.0, "loss": 0.0, "entropy": 1.0, "clip_fraction": 0.0}
         part("records and files", lambda: log.write(2 + repeat, metrics, samples))
         found.append(part.seconds)
     dist.destroy_process_group()
