@@ -2,7 +2,9 @@
 
 import asyncio
 import math
+import os
 import sys
+import weakref
 from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 
@@ -116,6 +118,59 @@ def test_sglang_gets_each_push_in_this_order(sglang_engine):
     assert calls[-1] == ("shutdown",)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_goes_on_before_sglang_has_measured_its_memory(sglang_engine, monkeypatch, rank):
+    order = []
+    start = sys.modules["sglang"].Engine
+    monkeypatch.setattr(sys.modules["sglang"], "Engine", lambda **options: order.append("start") or start())
+    monkeypatch.setattr(train.SGLangEngine, "barrier", lambda engine: order.append("barrier"))
+    sglang_engine(rank)
+    assert order == ["start", "barrier"][rank:]
+
+
+def test_sglang_on_gpus_can_release_all_its_memory(sglang_engine, monkeypatch):
+    for name in ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"):
+        monkeypatch.setenv(name, "unset")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(train, "LOCAL_RANK", 2)
+    options = sglang_engine(device="cuda", dtype="bfloat16").engine.options
+    assert options["enable_memory_saver"] and options["disable_prefill_cuda_graph"]
+    assert (options["base_gpu_id"], options["device"], options["dtype"]) == (2, "cuda", "bfloat16")
+    assert os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"  # CUDA graphs are released, too
+    assert os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] == "0"
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+
+
+def test_gpus_travel_by_uuid_and_caches_are_freed_before_each_wait(sglang_engine, monkeypatch):
+    engine = sglang_engine()
+    order = engine.waits
+    order.clear()
+    patched = sys.modules["sglang.srt.utils.patch_torch"]
+    monkeypatch.setattr(patched, "monkey_patch_torch_reductions", lambda: order.append("uuid"))
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: order.append(name))
+    monkeypatch.setattr(train, "GPU", True)
+    engine.push(deepcopy(bucket) for bucket in BUCKETS)
+    wait = ["ipc_collect", "empty_cache", "barrier"]
+    assert order == [*wait, "uuid", "gather", *wait, "uuid", "gather", *wait, *wait]
+
+
+def test_a_bucket_lives_until_the_next_one_was_sent(sglang_engine, monkeypatch):
+    engine = sglang_engine()
+    sent, alive = [], []
+    refer = SimpleNamespace(serialize=lambda content: sent.append(weakref.ref(content["flattened_tensor"])))
+    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "MultiprocessingSerializer", refer)
+
+    def update(*args, **options):
+        alive.append([tensor() is not None for tensor in sent])
+
+    engine.engine.update_weights_from_tensor = update
+    engine.push(deepcopy(bucket) for bucket in [*BUCKETS, BUCKETS[0]])
+    assert alive == [[True], [True, True], [False, True, True]]
+    assert not any(tensor() is not None for tensor in sent)  # before the cache takes its memory back
+
+
 def test_other_ranks_wait_for_the_one_that_talks_to_sglang(sglang_engine):
     waits = []
     for rank in (0, 1):
@@ -152,12 +207,8 @@ def test_a_completion_of_sglang(sglang_engine):
     }
     engine.engine.answers["generate"] = answer
     ids, logprobs, version, truncated = asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
-    assert (
-        list(ids) == [7, 8]
-        and logprobs[0] == -0.5
-        and math.isnan(logprobs[1])
-        and (version, truncated) == (3, True)
-    )
+    assert list(ids) == [7, 8] and (version, truncated) == (3, True)
+    assert logprobs[0] == -0.5 and math.isnan(logprobs[1])
     request = engine.engine.calls[-1]
     assert request["input_ids"] == [1, 2] and request["return_logprob"]
     sampling = {"temperature": 0.7, "sampling_seed": 11, "stop_token_ids": [2], "max_new_tokens": 9}
