@@ -22,6 +22,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import train
@@ -700,6 +701,7 @@ def test_the_reference_stays_the_initial_policy(small):
     for i, sample in enumerate(samples):
         sample.reward = float(i % 2)
     assert trainer.learn(samples)["kl"] > 1e-6  # of the second update; the first has exactly 0
+    assert all(isinstance(one, DTensor) for one in trainer.reference.parameters())  # none stays gathered
     again = trainer.learn(samples)["kl"]
     assert again > 1e-3
 

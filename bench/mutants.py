@@ -419,6 +419,50 @@ SGLang takes all memory before the weights
 -        self.call("resume_memory_occupation", tags=["weights"])
 +        self.call("resume_memory_occupation", tags=["weights", "kv_cache", "cuda_graph"])
 
+one payload for all of SGLang's ranks
+-self.call("update_weights_from_tensor", payloads,
++self.call("update_weights_from_tensor", payloads[:1] * len(payloads),
+
+no wait until SGLang has measured its memory
+-        self.barrier()  # SGLang measures
++        pass  # SGLang measures
+
+CUDA graphs that stay
+-["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
++["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "0"
+
+prefill graphs, which cannot be released
+-options["disable_prefill_cuda_graph"] = True
++options["disable_prefill_cuda_graph"] = False
+
+expandable segments
+-os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
++pass
+
+torchrun's store for SGLang's groups
+-os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
++pass
+
+GPUs that travel by number
+-            monkey_patch_torch_reductions()  # GPUs
++            pass  # GPUs
+
+a bucket freed while SGLang copies it
+-            sent = self.send(bucket)
++            sent = [self.send(bucket)].clear()
+
+the last bucket kept while SGLang's cache returns
+-        del sent
++        pass
+
+caches kept while SGLang wakes up
+-            torch.cuda.empty_cache()
++            pass
+
+the reference gathered during the update
+-                self.reference.reshard()
++                pass
+
 extras in reverse
 -EXTRAS = "help sglang_cpu watchdog compile offload monitor gate checkpoint checks"
 +EXTRAS = "checks checkpoint gate monitor offload compile watchdog sglang_cpu help"
