@@ -1,8 +1,14 @@
 """Tests of tools/rehearse.py: the code for GPUs on fake tensors, against plan and counts by hand."""
 
+import io
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
+from multiprocessing import get_context
+from unittest.mock import patch
 
 import pytest
+import torch
 from transformers import Qwen2Config, Qwen3Config
 
 from tools import plan, rehearse
@@ -26,9 +32,18 @@ def check_plan(config, model_config, found: dict):
         assert expected == pytest.approx(found[name]["peak"], rel=0.03)
 
 
-def test_a_rehearsal_by_hand():
+@pytest.fixture(scope="module")
+def elsewhere():
+    """Calls functions in one other process: this one has a process group, and a rehearsal makes another."""
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+def test_a_rehearsal_by_hand(elsewhere):
     config = config_of(4)
-    found = rehearse.rehearse(config, QWEN2)
+    found = elsewhere(rehearse.rehearse, config, QWEN2)
     check_plan(config, QWEN2, found)
     # FSDP's units are three layers and the root. A pass gathers all of them, the backward pass the layers
     # again (the root stays), and it reduces all. Two micro-batches.
@@ -53,7 +68,8 @@ def waits_of(function: str) -> list[str]:
     return ["torch.stack([*sums.values()]).tolist())))"][: function == "backward"]
 
 
-def test_a_wait_for_the_gpu_in_the_loss_is_found(monkeypatch):
+def rehearse_with_waits() -> dict:
+    """A rehearsal of a loss that waits for the GPU."""
     loss = Trainer.loss
 
     def waiting(self, batch):
@@ -61,10 +77,14 @@ def test_a_wait_for_the_gpu_in_the_loss_is_found(monkeypatch):
         value.item()
         return value, stats
 
-    monkeypatch.setattr(Trainer, "loss", waiting)
-    config = config_of(2, tokens_per_micro_batch=1024)
-    found = rehearse.rehearse(config, Qwen2Config(**SMALL | {"vocab_size": 1024, "num_hidden_layers": 1}))
-    (count,) = [count for line, count in found["update"]["syncs"].items() if "value.item()" in line]
+    with patch.object(Trainer, "loss", waiting):
+        config = config_of(2, tokens_per_micro_batch=1024)
+        return rehearse.rehearse(config, Qwen2Config(**SMALL | {"vocab_size": 1024, "num_hidden_layers": 1}))
+
+
+def test_a_wait_for_the_gpu_in_the_loss_is_found(elsewhere):
+    waits = elsewhere(rehearse_with_waits)["update"]["syncs"]
+    (count,) = [count for line, count in waits.items() if "value.item()" in line]
     assert count == 2  # one for each micro-batch
 
 
@@ -79,9 +99,9 @@ def test_a_wait_for_the_gpu_in_the_loss_is_found(monkeypatch):
         (64, QWEN3, {}),
     ],
 )
-def test_plan_agrees_with_the_rehearsal(processes, model_config, flags):
+def test_plan_agrees_with_the_rehearsal(elsewhere, processes, model_config, flags):
     config = config_of(processes, **flags)
-    check_plan(config, model_config, rehearse.rehearse(config, model_config))
+    check_plan(config, model_config, elsewhere(rehearse.rehearse, config, model_config))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +117,22 @@ def test_what_cannot_be_rehearsed_is_one_line(flags, said):
         rehearse.read_flags(flags.split())
 
 
-def test_a_run_that_does_not_fit_ends_with_what_to_change(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["rehearse", "--processes", "2", "--gpu_gb", "12", "--host", "False"])
-    monkeypatch.setattr(plan, "find_config", lambda name: QWEN2)
-    with pytest.raises(SystemExit, match="1"):
-        rehearse.main()
-    printed = capsys.readouterr().out
-    assert "update " in printed and "bound by" in printed
+def run_main(*arguments: str) -> tuple[int, str]:
+    """The command, for a small model. Returns the exit code and what it printed."""
+    printed = io.StringIO()
+    code = 0
+    with patch.object(sys, "argv", ["rehearse", *arguments]), redirect_stdout(printed):
+        with patch.object(plan, "find_config", lambda name: QWEN2):
+            try:
+                rehearse.main()
+            except SystemExit as end:
+                code = end.code
+    return code, printed.getvalue()
+
+
+def test_a_run_that_does_not_fit_ends_with_what_to_change(elsewhere):
+    code, printed = elsewhere(run_main, "--processes", "2", "--gpu_gb", "12")
+    assert code == 1 and "update " in printed and "bound by" in printed
     assert printed.splitlines()[-1].startswith("It does not fit into 12 GB. It would with --")
 
 
