@@ -24,7 +24,7 @@ from recipes import code, evaluate, gem_env, gsm8k, guess_number, math_python, o
 from recipes import reasoning_gym as gym
 from recipes.turns import user_turn
 from tools import make_calculator, make_guesser
-from train import Sample, UserError
+from train import Config, Sample, UserError
 
 REPO = Path(__file__).parent.parent
 TINY = REPO / "assets/tiny"
@@ -331,6 +331,12 @@ def test_one_step_off_needs_servers(flags, message):
         one_step_off.OneStepOffConfig(**{"engine": "http://a:1"} | flags)
 
 
+def test_several_greedy_samples_are_refused():
+    with pytest.raises(UserError, match="--eval_samples above 1 requires --eval_temperature above 0"):
+        evaluate.EvaluateConfig(eval_samples=2, eval_temperature=0.0)
+    assert evaluate.EvaluateConfig(eval_samples=2, eval_temperature=0.5).data == Config.eval_data
+
+
 def test_staleness_is_counted_and_bounded(monkeypatch):
     monkeypatch.setattr(one_step_off, "reduce_over", lambda mesh, values, op=None: values)
     trainer = object.__new__(one_step_off.OneStepOff)
@@ -391,7 +397,7 @@ RECIPES = {  # what each is run with
     "gem_env": ("game:GuessTheNumber-v0-easy", "--max_turns 2 --algo rebn --gamma 0.5"),
     "reasoning_gym": ("leg_counting", ""),
     "prm": (COUNTDOWN, f"--prm {TINY} --max_new_tokens 48"),
-    "evaluate": (COUNTDOWN, "--steps 2 --eval_samples 2 --eval_every 1"),
+    "evaluate": (COUNTDOWN, "--steps 2 --eval_samples 2 --eval_temperature 1 --eval_every 1"),
 }
 NEEDS = {"qa_search": "bm25s", "gem_env": "gem", "reasoning_gym": "reasoning_gym"}
 
