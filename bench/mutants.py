@@ -33,27 +33,32 @@ from bench.measure import ASSETS, ROOT, write
 
 LEAST = 36  # mutants that must be caught
 LEFT_OUT = (".git", ".venv", ".pytest_cache", ".hypothesis", "__pycache__", "runs", "wandb")
-FORM = (
+TRAIN = "test_train.py::test_"
+FORM = [  # tests of the file's form
     "train_is_short",
     "train_is_formatted",
     "train_imports_rewards_alone_and_rewards_nothing_of_this_repository",
-)
-FORM = [f"--deselect=test_train.py::test_{name}" for name in FORM]
-PROCESSES = (  # tests that start others
+]
+PROCESSES = [  # tests that start others
     "loss_and_gradient_do_not_depend_on_ranks_split_or_tp",
     "whole_weights_are_those_of_the_folder_and_the_export_loads",
     "a_short_run_does_not_depend_on_the_ranks",
     "the_lone_pair_needs_extras_for_the_local_engine",
-)
-PROCESSES = [f"test_train.py::test_{name}" for name in PROCESSES]
-DETAILS = [f"tests/test_{name}.py" for name in ("dataset", "extras", "failures", "flags", "gpu", "sglang")]
+]
+DETAILS = ["dataset", "extras", "failures", "flags", "gpu", "sglang"]  # tests/test_NAME.py
+ELSEWHERE = ["rewards", "reward_workers", "sandbox", "view"]  # tests of other files, some by the clock
+QUOTING = ["docs", "bench"]  # test_bench.py looks for each line that is changed here
 SETS = {  # of tests, as arguments of pytest
-    "quick": ["test_train.py", *DETAILS, *FORM, *(f"--deselect={test}" for test in PROCESSES)],
-    "processes": PROCESSES,
-    # test_docs.py quotes train.py, and test_bench.py looks for each line that is changed here.
+    "quick": [
+        "test_train.py",
+        *(f"tests/test_{name}.py" for name in DETAILS),
+        *(f"--deselect={TRAIN}{name}" for name in FORM + PROCESSES),
+    ],
+    "processes": [TRAIN + name for name in PROCESSES],
     "others": [
         "tests",
-        *(f"--ignore={file}" for file in [*DETAILS, "tests/test_docs.py", "tests/test_bench.py"]),
+        *(f"--ignore=tests/test_{name}.py" for name in DETAILS + ELSEWHERE + QUOTING),
+        "--deselect=tests/test_rehearse.py::test_a_rehearsal_by_hand",  # which quotes lines as well
     ],
 }
 
@@ -682,7 +687,8 @@ class Copy:
         settings = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
         with self.log.open("w") as log:
             place = {"cwd": self.folder, "env": os.environ | settings}
-            process = subprocess.Popen(command, **place, stdout=log, stderr=subprocess.STDOUT)
+            options = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            process = subprocess.Popen(command, **place, **options)
             try:
                 code = process.wait(limit)
             except BaseException as error:
@@ -739,7 +745,7 @@ def main():
         parser.error(f"no such mutant: {', '.join(unknown)}; there are: {'; '.join(names)}")
     chosen = [mutant for mutant in MUTANTS if mutant.name in flags.only]
     rows = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # cleans up, as Ctrl-C does
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("SIGTERM"))  # cleans up, as Ctrl-C does
     with tempfile.TemporaryDirectory() as scratch:
         copy = Copy(Path(scratch))
         for mutant in MUTANTS:
