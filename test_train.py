@@ -562,14 +562,15 @@ def test_statistics_are_means_over_real_tokens(small):
     assert together["loss"] == pytest.approx(-(whole.weights * whole.advantages).sum().item(), rel=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(small):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_nothing(small, value):
     trainer = small()
     actor = trainer.actor
     actor.backward(trainer.micro_batches(some_samples()), trainer.loss)
     actor.step()
     before = weights_of(actor)
     batches = trainer.micro_batches(some_samples())
-    batches[0].weights[3] = math.nan
+    batches[0].weights[3] = value
     actor.backward(batches, trainer.loss)
     assert not math.isfinite(actor.step()) and actor.scheduler.last_epoch == 1
     assert all(torch.equal(value, before[name]) for name, value in weights_of(actor).items())

@@ -54,6 +54,7 @@ def test_a_rehearsal_by_hand(elsewhere):
     assert collectives["allgather_base"][1] == 2 * 2 * (2 * 3 * layer + root)  # in bfloat16
     assert collectives["reduce_scatter_base"][1] == 2 * 4 * (3 * layer + root)  # in fp32
     assert found["push"]["collectives"]["allgather_base"] == (4, 2 * (3 * layer + root))
+    assert found["push"]["end"] == pytest.approx(found["update: step"]["end"], rel=0.001)  # all is freed
     # Parameters in fp32 after the build; with Adam's moments three times that.
     shard = 4 * (3 * layer + root) / 4
     assert found["build"]["end"] == pytest.approx(shard, rel=0.01)

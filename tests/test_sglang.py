@@ -166,9 +166,11 @@ def test_a_bucket_lives_until_the_next_one_was_sent(sglang_engine, monkeypatch):
         alive.append([tensor() is not None for tensor in sent])
 
     engine.engine.update_weights_from_tensor = update
+    engine.engine.resume_memory_occupation = update
     engine.push(deepcopy(bucket) for bucket in [*BUCKETS, BUCKETS[0]])
-    assert alive == [[True], [True, True], [False, True, True]]
-    assert not any(tensor() is not None for tensor in sent)  # before the cache takes its memory back
+    weights, *updates, cache = alive
+    assert updates == [[True], [True, True], [False, True, True]]
+    assert weights == [] and cache == [False, False, False]  # freed before the cache takes its memory
 
 
 def test_other_ranks_wait_for_the_one_that_talks_to_sglang(sglang_engine):
