@@ -562,7 +562,7 @@ def test_statistics_are_means_over_real_tokens(small):
     assert together["loss"] == pytest.approx(-(whole.weights * whole.advantages).sum().item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, 1e30])  # the norm of the latter is inf
 def test_a_gradient_that_is_not_finite_changes_nothing(small, value):
     trainer = small()
     actor = trainer.actor
