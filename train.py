@@ -455,7 +455,7 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
     """Log-probs [N] and entropies [N] of targets [N], from states [N, H] and this rank's head [V / tp, H]."""
     rows = max(256, 2**24 // len(head))  # tokens with logits at a time; the backward pass recomputes these
     first = tp.get_local_rank() * len(head)  # the first token of this rank's part of the vocabulary
-    head = head.float()  # so that its gradient is summed over chunks in fp32
+    head = head.float() if head.requires_grad else head  # its gradient is summed over chunks in fp32
     if tp.size() > 1:  # the gradient of the states is a sum over the ranks
         states = DTensor.from_local(states, tp, [Replicate()]).to_local(grad_placements=[Partial()])
 
@@ -479,9 +479,9 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
 
 
 # ----------------------------------------------- 9. Actor -------------------------------------------------
-def load_policy(path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
+def load_policy(path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int, make=empty_model):
     """A sharded model with a folder's weights, and logprobs(batch) -> log-probs, entropies, [N] in fp32."""
-    model = shard(empty_model(path), mesh, config)
+    model = shard(make(path), mesh, config)
 
     def logprobs(batch: Batch, temperature: float = config.temperature):
         packed = {"position_ids": batch.positions, "bounds": batch.bounds, "longest": batch.longest}
@@ -492,8 +492,8 @@ def load_policy(path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_si
 
     model.logprobs = logprobs
     register_fsdp_forward_method(model, "logprobs")  # FSDP gathers the root's weights for it
-    weights = dict(model.named_parameters())  # by name in the folder; a tied head is in neither
-    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(path))
+    weights = {name: weight for name, weight in model.named_parameters() if "lora_" not in name}
+    dcp.load(weights, storage_reader=dcp.HuggingFaceStorageReader(path))  # without adapters or a tied head
     return model
 
 
@@ -504,7 +504,8 @@ class Actor:
         self.model = model
         self.mesh = mesh
         self.config = config
-        self.parameters = dict(model.named_parameters())  # now: FSDP shows others once they are gathered
+        parameters = dict(model.named_parameters())  # now: FSDP shows others once they are gathered
+        self.parameters = {name: weight for name, weight in parameters.items() if weight.requires_grad}
         options = {"lr": config.lr, "betas": (0.9, 0.99), "weight_decay": 0.0, "fused": True}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **options)
         updates = config.steps * config.updates_per_step
@@ -548,9 +549,7 @@ class Actor:
 
     def save(self, path: str, folder: Path):
         """Writes a Hugging Face folder from rank 0, with the tokenizer of `path`; all ranks call it."""
-        whole = {}
-        for bucket in self.whole_weights():
-            whole |= {name: weight.cpu() for name, weight in bucket if RANK == 0}
+        whole = {name: w.cpu() for bucket in self.whole_weights() for name, w in bucket if RANK == 0}
         if RANK == 0:
             partial = folder.with_suffix(".partial")  # a full disk leaves nothing that looks like a model
             weights = shutil.ignore_patterns("*.safetensors*", "*.bin", ".*")
@@ -665,7 +664,7 @@ class SGLangEngine:
 
 
 # ======================================== Part III: the loop ==============================================
-EXTRAS = "help sglang_cpu watchdog compile offload monitor gate checkpoint checks"  # each extends the Trainer
+EXTRAS = "help sglang_cpu watchdog compile offload balance monitor gate checkpoint checks"  # innermost first
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # of the mean |log-prob difference| between engine and actor
 SHOWN = "reward:.3f eval_score:.3f entropy:.2f grad_norm:.2f logprob_diff:.0e time_step:.1f"
 
@@ -692,9 +691,8 @@ class Trainer:
         extra = "local_engine" if config.engine == "local" else "servers"
         engine_class = SGLangEngine if config.engine == "sglang" else load_extra(extra, "--engine").Engine
         self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
-        policy = (self.path, self.mesh, config, self.engine.vocab_size)
-        self.actor = Actor(load_policy(*policy), self.mesh, config)
-        self.reference = load_policy(*policy) if config.kl_coef else None
+        self.actor = Actor(self.load_policy(), self.mesh, config)
+        self.reference = self.load_policy() if config.kl_coef else None
         self.first_step = 0  # which only evaluates
         self.draws = 0  # rollouts so far
         epochs = range(1 + config.steps * config.prompts_per_step // len(self.data))
@@ -704,6 +702,10 @@ class Trainer:
         self.folder = Path(config.output_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
         if RANK == 0:
             self.open_log()
+
+    def load_policy(self):
+        """The initial policy, for the actor and the reference; a recipe may add to it."""
+        return load_policy(self.path, self.mesh, self.config, self.engine.vocab_size)
 
     def fit(self):
         """Runs all steps with evaluations between them, and exports the model."""
@@ -773,10 +775,8 @@ class Trainer:
         if asyncio.iscoroutine(reward):
             limit = None if self.config.reward_workers else self.config.reward_timeout  # workers keep it
             reward = await asyncio.wait_for(reward, limit)
-        if reward is None:
-            raise ValueError("reward_fn returned None instead of a number")
-        if not np.isfinite([reward, *sample.metrics.values()]).all():
-            raise ValueError(f"reward_fn returned {reward} with the metrics {sample.metrics}")
+        if reward is None or not np.isfinite([reward, *sample.metrics.values()]).all():
+            raise ValueError(f"reward_fn returned no finite numbers: {reward}, metrics {sample.metrics}")
         sample.reward = float(reward)
 
     def compare(self, samples: list[Sample]):

@@ -75,9 +75,9 @@ def make_samples(train, generator) -> list:
 
 def bare_trainer(train, folder: Path):
     """A trainer without model and engine, alone in its mesh."""
-    from extras import monitor
+    from extras import balance, monitor
 
-    trainer_class = monitor.extend(train.Trainer)
+    trainer_class = monitor.extend(balance.extend(train.Trainer))
     trainer = object.__new__(trainer_class)
     trainer.config = train.Config(
         model="none",
@@ -92,6 +92,7 @@ def bare_trainer(train, folder: Path):
     config = SimpleNamespace(**shape, vocab_size=512, num_hidden_layers=2)
     trainer.actor = SimpleNamespace(model=SimpleNamespace(config=config))
     trainer.folder = folder
+    trainer.tokens = 0
     return trainer
 
 

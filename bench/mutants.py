@@ -469,8 +469,8 @@ the reference gathered during the update
 +                pass
 
 extras in reverse
--EXTRAS = "help sglang_cpu watchdog compile offload monitor gate checkpoint checks"
-+EXTRAS = "checks checkpoint gate monitor offload compile watchdog sglang_cpu help"
+-EXTRAS = "help sglang_cpu watchdog compile offload balance monitor gate checkpoint checks"
++EXTRAS = "checks checkpoint gate monitor balance offload compile watchdog sglang_cpu help"
 
 evaluation on the training data
 -dataset_class(config.eval_data) if config.eval_data and config.eval_every
@@ -481,7 +481,7 @@ room without the completion
 +        self.room = AutoConfig.from_pretrained(self.path).max_position_embeddings
 
 the actor as its own reference
--        self.reference = load_policy(*policy) if config.kl_coef else None
+-        self.reference = self.load_policy() if config.kl_coef else None
 +        self.reference = self.actor.model if config.kl_coef else None
 
 no prompts for the last part of an epoch
@@ -555,8 +555,8 @@ failures forgotten
 +            traceback.format_exception(error)[-2:]
 
 rewards of inf accepted
--        if not np.isfinite([reward, *sample.metrics.values()]).all():
-+        if np.isnan([reward, *sample.metrics.values()]).any():
+-        if reward is None or not np.isfinite([reward, *sample.metrics.values()]).all():
++        if reward is None or np.isnan([reward, *sample.metrics.values()]).any():
 
 --normalize_std ignored
 -group_advantages(scores, self.config.group_size, self.config.normalize_std)

@@ -346,6 +346,7 @@ def extend(trainer_class: type) -> type:
             self.passes = []  # micro-batches with samples to log, and their statistics
             self.gaps = []  # largest differences of log-probs, by micro-batch
             self.largest_gap = 0.0  # of the step
+            self.tokens = 0  # that this rank's update of the step runs through
             self.update_began = None
             super().__init__(config, *arguments)
             self.monitor = Monitor(asdict(config))
@@ -385,6 +386,7 @@ def extend(trainer_class: type) -> type:
             """The update. Backward passes begin with the first call of `loss`, after all other log-probs."""
             start = time.perf_counter()
             self.update_began = None
+            self.tokens = 0
             metrics = super().learn(samples)
             end = time.perf_counter()
             self.seconds["logprobs"] = (self.update_began or end) - start
@@ -395,6 +397,11 @@ def extend(trainer_class: type) -> type:
                 write_back(batch, stats)
             self.passes.clear()
             return metrics
+
+        def micro_batches(self, samples: list) -> list:
+            batches = super().micro_batches(samples)
+            self.tokens += sum(batch.ids.numel() for batch in batches if batch.samples)
+            return batches
 
         def loss(self, batch):
             if self.update_began is None:
@@ -412,12 +419,10 @@ def extend(trainer_class: type) -> type:
         def speed(self, samples: list) -> dict[str, float]:
             """Seconds by phase, tokens per second, idle shares, a rank's peak memory, the largest gap."""
             dp = self.mesh["dp"]
-            learned = [sample for sample in samples if sample.tokens["advantage"].any()]
             sampled = sum(int(sample.tokens["mask"].sum()) for sample in samples)
-            trained = sum(len(sample.tokens) for sample in learned)  # what the update runs through
             names = ("rollout", "logprobs", "update", "push", "step")
-            sums = reduce_over(dp, [sampled, trained, self.seconds["reward"], self.seconds["rollout"]])
-            largest = [*(self.seconds[name] for name in names), peak_gb(), trained, self.largest_gap]
+            sums = reduce_over(dp, [sampled, self.tokens, self.seconds["reward"], self.seconds["rollout"]])
+            largest = [*(self.seconds[name] for name in names), peak_gb(), self.tokens, self.largest_gap]
             slowest = reduce_over(dp, largest, dist.ReduceOp.MAX)
             metrics = {f"time_{name}": seconds for name, seconds in zip(names, slowest)}
             updating = metrics["time_logprobs"] + metrics["time_update"]

@@ -90,6 +90,8 @@ def token_advantages(sample: Sample, config: PPOConfig) -> np.ndarray:
 class PPO(AlgorithmTrainer):
     """A Trainer with a critic, or without one where a recipe sets --critic none."""
 
+    balanced = False  # the critic learns from the same samples as the actor, which have to stay
+
     def __init__(self, config, *arguments):
         add_column("value")
         add_column("return")

@@ -26,12 +26,13 @@ from transformers import (
 )
 
 import train
-from train import Actor, Config, RLDataset, Sample, Trainer, load_policy
+from train import Actor, Config, RLDataset, Sample, Trainer
 
 sys.modules.setdefault("tests.conftest", sys.modules[__name__])  # pytest may have imported it as `conftest`
 HERE = Path(__file__).parent.parent
 TINY = HERE / "assets/tiny"
 COUNTDOWN = HERE / "assets/countdown"
+TEMPERATURE = 0.8  # of the log-probs that are compared with plain ones
 VOCAB = 500  # ids that the random models may use; their embeddings have 512 rows
 MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -96,14 +97,15 @@ def plain_logprobs(model, sample: Sample, temperature: float = 1.0) -> torch.Ten
     return logprobs[torch.from_numpy(sample.tokens["mask"][1:] == 1)]
 
 
-def make_trainer(config: Config, mesh, **parts) -> Trainer:
+def make_trainer(config: Config, mesh, trainer_class=Trainer, actor_class=Actor, **parts) -> Trainer:
     """A Trainer with an actor, but without data, engine and log."""
-    trainer = object.__new__(Trainer)
+    trainer = object.__new__(trainer_class)
     trainer.config = config
     trainer.mesh = mesh
-    trainer.actor = Actor(load_policy(config.model, mesh, config, VOCAB), mesh, config)
+    trainer.path = config.model
+    trainer.engine = SimpleNamespace(exact=False, vocab_size=VOCAB)
+    trainer.actor = actor_class(trainer.load_policy(), mesh, config)
     trainer.reference = None
-    trainer.engine = SimpleNamespace(exact=False)
     vars(trainer).update(parts)
     return trainer
 
@@ -129,8 +131,35 @@ def make_inputs(folder: Path):
             name = f"{kind}-{'tied' if tied else 'untied'}"
             model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, tied))
             samples = some_samples()
-            set_engine_logprobs(samples, model, temperature=0.8)
+            set_engine_logprobs(samples, model, TEMPERATURE)
             torch.save(samples, folder / f"{name}.pt")
+
+
+def plain_update(model, samples: list[Sample], loss: str) -> tuple[torch.Tensor, dict]:
+    """Loss and gradients of tests/parity.py's losses for all samples in the plainest way."""
+    total = torch.zeros(())
+    for sample in samples:
+        tokens = sample.tokens
+        trained = tokens["mask"] == 1
+        ids = torch.from_numpy(tokens["id"].astype(int))
+        logits = model(ids[None]).logits[0, :-1, :VOCAB] / TEMPERATURE
+        policy = torch.distributions.Categorical(logits=logits[torch.from_numpy(trained[1:])])
+        targets = ids[torch.from_numpy(trained)]
+        logprobs = policy.log_prob(targets)
+        advantage = float(tokens["advantage"][trained][0])
+        if loss == "plain":
+            total = total - advantage * (logprobs - logprobs.detach()).exp().mean() / len(samples)
+            continue
+        engine = torch.from_numpy(tokens["logprob"][trained])
+        old = engine + 0.2 * torch.sin(3.0 * targets)
+        ref = engine + 0.2 * torch.sin(5.0 * targets)
+        ratio = (logprobs - old).exp()
+        bounded = ratio.clamp(max=1.28) if advantage > 0 else ratio.clamp(min=0.8)
+        terms = -advantage * bounded * (old - engine).exp().clamp(max=1.1)
+        terms = terms + 0.05 * ((ref - logprobs).exp() - 1 + logprobs - ref) - 0.01 * policy.entropy()
+        total = total + terms.sum() / sum(one.tokens["mask"].sum() for one in samples)
+    total.backward()
+    return total.detach(), {name: value.grad for name, value in model.named_parameters()}
 
 
 @cache
@@ -147,6 +176,35 @@ def mesh():
 @pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
+
+
+@cache
+def made_inputs(scratch: Path) -> Path:
+    folder = scratch / "models"
+    folder.mkdir()
+    make_inputs(folder)
+    return folder
+
+
+@cache  # test_train.py imports the fixture, which so exists twice
+def computed(scratch: Path) -> Path:
+    folder = scratch / "compared"
+    folder.mkdir()
+    done = run("tests/parity.py", "few", made_inputs(scratch), folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory):
+    """The folder with the models and samples of make_inputs."""
+    return made_inputs(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def compared(tmp_path_factory):
+    """The folder with what tests/parity.py has computed in 1, 2 and 4 processes."""
+    return computed(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

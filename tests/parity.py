@@ -20,10 +20,13 @@ from transformers import AutoModelForCausalLM
 
 import extras.local_engine  # noqa: F401 (once, before the fork)
 import train
-from tests.conftest import VOCAB, make_trainer, other_logprobs
-from train import Config
+from extras import balance
+from recipes import lora
+from tests.conftest import TEMPERATURE, VOCAB, make_trainer, other_logprobs
+from train import Config, Trainer
 
 FORMS = [(kind, tied) for kind in ("qwen2", "qwen3") for tied in (True, False)]
+ADAPTED = [("qwen2", True), ("qwen3", False)]  # also with adapters
 # Processes -> cases of (tensor-parallel size, copies of the model, tokens per micro-batch, checkpointing).
 CASES = {
     1: [(1, 1, 10**6, False), (1, 1, 60, True), (1, 1, 30, False)],
@@ -37,7 +40,13 @@ LOSSES = {
     "plain": {"aggregation": "sequence"},
     "all terms": {"aggregation": "token", "kl_coef": 0.05, "entropy_coef": 0.01, "tis_cap": 1.1},
 }
-COMMON = {"device": "cpu", "max_new_tokens": 8, "temperature": 0.8, "max_grad_norm": 0.1, "warmup_steps": 0}
+COMMON = {
+    "device": "cpu",
+    "max_new_tokens": 8,
+    "temperature": TEMPERATURE,
+    "max_grad_norm": 0.1,
+    "warmup_steps": 0,
+}
 
 
 def fork(function, processes: int, *args):
@@ -45,6 +54,7 @@ def fork(function, processes: int, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    os.environ["LOCAL_WORLD_SIZE"] = str(processes)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
     options = {"nprocs": processes, "start_method": "fork"}
     torch.multiprocessing.start_processes(rank_of(function), args, **options)
@@ -80,6 +90,7 @@ def update(trainer, samples: list, loss: str) -> dict:
     batches = trainer.micro_batches(samples)
     set_terms(batches, loss)
     record = {"loss": actor.backward(batches, trainer.loss)["loss"], "batches": len(batches)}
+    record["keys"] = [sample.key for batch in batches for sample in batch.samples]
     gradients = {name: parameter.grad.full_tensor() for name, parameter in actor.parameters.items()}
     record["gradients"] = {name: gradient.clone() for name, gradient in gradients.items()}
     kept = train.clip_grad_norm_
@@ -113,10 +124,12 @@ def compare_gradients(processes: int, all_cases: dict, inputs: Path, outputs: Pa
             flags |= {"tokens_per_micro_batch": budget, "gradient_checkpointing": recompute}
             mesh = train.init_distributed(Config(**COMMON | flags))
             dp = mesh["dp"]
-            mine = [one for one in samples if one.key[0] % dp.size() == dp.get_local_rank()]
+            in_turn = 4 if recompute else 1  # uneven where ranks share their samples
+            mine = [one for one in samples if one.key[0] // in_turn % dp.size() == dp.get_local_rank()]
             for loss in losses_of(case, all_cases):
-                trainer = make_trainer(Config(**COMMON | flags | LOSSES[loss]), mesh)
-                record = update(trainer, deepcopy(mine), loss)
+                balanced = {"trainer_class": balance.extend(Trainer)} if recompute else {}
+                config = Config(**COMMON | flags | LOSSES[loss], token_groups=0)
+                record = update(make_trainer(config, mesh, **balanced), deepcopy(mine), loss)
                 if dist.get_rank() == 0:
                     torch.save(record, outputs / f"{name}-{loss}-{dist.get_world_size()}-{case}.pt")
 
@@ -139,6 +152,28 @@ def compare_weights(inputs: Path, outputs: Path):
                 assert torch.equal(value, held), (name, tp, key)
                 assert value.dtype == getattr(torch, dtype)
         actor.save(inputs / name, outputs / f"{name}-export")
+
+
+def compare_adapters(inputs: Path, outputs: Path):
+    """Updates of adapters with tp 2 and without, which rank 0 writes to files, with the merged weights."""
+    for kind, tied in ADAPTED:
+        name = f"{kind}-{'tied' if tied else 'untied'}"
+        samples = torch.load(inputs / f"{name}.pt", weights_only=False)
+        for tp in (1, 2):
+            flags = {"model": str(inputs / name), "tp_size": tp, "tokens_per_micro_batch": 60}
+            config = lora.LoRAConfig(**COMMON | flags, lora_rank=4, lora_alpha=6)
+            mesh = train.init_distributed(config)
+            dp = mesh["dp"]
+            mine = [one for one in samples if one.key[0] % dp.size() == dp.get_local_rank()]
+            trainer = make_trainer(config, mesh, lora.LoRATrainer, lora.LoRAActor)
+            for weight in trainer.actor.parameters.values():  # at the start B is 0, and so A's gradient
+                generator = torch.Generator().manual_seed(1)
+                lora.fill(weight, 0.1 * torch.randn(weight.shape, generator=generator))
+            adapters = {key: one.full_tensor().clone() for key, one in trainer.actor.parameters.items()}
+            merged = {key: one for bucket in trainer.actor.whole_weights() for key, one in bucket}
+            record = update(trainer, mine, "plain") | {"adapters": adapters, "merged": merged}
+            if dist.get_rank() == 0:
+                torch.save(record, outputs / f"{name}-lora-{tp}.pt")
 
 
 def learn(case: tuple, outputs: Path):
@@ -166,6 +201,7 @@ def compare(processes: int, cases: dict, inputs: Path, outputs: Path):
         learn(RUNS[processes], outputs)
     elif cases is FEW:
         compare_weights(inputs, outputs)
+        compare_adapters(inputs, outputs)
 
 
 if __name__ == "__main__":

@@ -54,3 +54,18 @@ def test_main_wraps_the_trainer_in_the_extras_that_are_there(monkeypatch):
     extras = [name for name in train.EXTRAS.split() if name not in ("compile", "checks")]
     assert Core.wrapped == [*reversed(extras), "Core", "object"] and Core.made[1:] == (3, 1, 2)
     assert (Core.made[0].model, Core.made[0].steps) == ("x", 3)
+
+
+@pytest.mark.parametrize(
+    "inner, outer",
+    [
+        ("balance", "monitor"),  # which counts the tokens that this rank really runs through
+        ("offload", "monitor"),  # whose seconds contain the moves
+        ("monitor", "checkpoint"),  # which saves the monitor's state after a step is logged
+        ("gate", "checkpoint"),  # which resumes the gate's number of pushes
+        ("checkpoint", "checks"),  # which turn errors of everything else into one line
+    ],
+)
+def test_extras_wrap_each_other_in_an_order_that_matters(inner, outer):
+    names = train.EXTRAS.split()
+    assert names.index(inner) < names.index(outer)

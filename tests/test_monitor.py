@@ -20,7 +20,7 @@ from extras.monitor import (
     peak_flops,
     token_details,
 )
-from train import Sample
+from train import Sample, make_batch
 
 CONFIG = {"group_size": 2, "updates_per_step": 1, "kl_coef": 0.0}
 RECORD = {"loss": 0.5, "truncated": 0.0, "clip_fraction": 0.0, "entropy": 1.0}
@@ -61,8 +61,15 @@ def test_speed_by_hand(monkeypatch):
     sample.append([7, 7])
     sample.append([8, 8, 8], mask=1, advantage=0.5)
     idle = Sample([], {})
-    idle.append([7] * 9)  # without an advantage it is not in the update
-    trainer = object.__new__(monitor.extend(object))
+    idle.append([7] * 9)  # not in the update
+
+    class Packer:
+        def micro_batches(self, samples):
+            return [make_batch([sample], "cpu"), make_batch([], "cpu")]  # the second one is a filler
+
+    trainer = object.__new__(monitor.extend(Packer))
+    trainer.tokens = 0
+    trainer.micro_batches([sample, idle])
     trainer.mesh = {"dp": SimpleNamespace(size=lambda: 2)}
     trainer.largest_gap = 0.25
     trainer.seconds = Counter(rollout=2.0, logprobs=1.0, update=4.0, push=0.5, step=8.0, reward=1.5)
