@@ -135,6 +135,8 @@ def check_processes(config):
     tp = config.tp_size
     if local % tp:
         raise UserError(f"--tp_size {tp} does not divide the number of processes, {local} per machine")
+    if config.compile and tp > 1:  # torch 2.13 and 2.14: endless recursion over DTensors of changing lengths
+        raise UserError("--compile: torch cannot compile tensor-parallel layers; set --tp_size 1")
     ranks = world // tp
     if ranks % config.dp_replicate:
         raise UserError(

@@ -1,7 +1,8 @@
 """--compile True: torch.compile of each layer of the actor and the reference.
 
 Graphs have dynamic shapes, because every micro-batch has another length. Attention over packed samples stays
-outside of them (train.packed_attention). The first step takes about a minute longer. Without this file the
+outside of them (train.packed_attention). The first step takes about a minute longer. Tensor-parallel layers
+cannot be compiled so: torch 2.13 recurses without end, and extras/checks.py refuses it. Without this file the
 flag does nothing.
 """
 

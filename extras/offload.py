@@ -9,6 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from train import Actor
 
+AWAY = "cpu"  # where everything is while the engine samples
+
 
 def move_optimizer(optimizer, device: str):
     """Moves an optimizer's state (for Adam: moments and step counts)."""
@@ -49,15 +51,15 @@ def extend(trainer_class: type) -> type:
                 free_gpu_memory()
 
         def sample(self, *arguments):
-            self.move_others("cpu")  # before the first step they are still there
-            self.move_actors("cpu")
+            self.move_others(AWAY)  # before the first step they are still there
+            self.move_actors(AWAY)
             return super().sample(*arguments)
 
         def learn(self, samples: list) -> dict[str, float]:
             self.move_actors(self.config.device)
             self.move_others(self.config.device)
             metrics = super().learn(samples)
-            self.move_others("cpu")
+            self.move_others(AWAY)
             return metrics
 
         def publish(self):

@@ -89,6 +89,7 @@ def test_a_recipe_may_compare_no_groups():
     [
         (2, 2, {"tp_size": 3}, "--tp_size 3 does not divide the number of processes, 2 per machine"),
         (4, 2, {"tp_size": 4}, "--tp_size 4 does not divide"),
+        (2, 2, {"tp_size": 2, "compile": True}, "--compile: torch cannot compile tensor-parallel layers"),
         (4, 4, {"tp_size": 2, "dp_replicate": 4}, "--dp_replicate 4 does not divide the 2 data-parallel"),
         (
             4,

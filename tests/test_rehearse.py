@@ -19,6 +19,7 @@ SMALL = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 3, 
 SMALL |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True}
 QWEN2 = Qwen2Config(**SMALL)
 QWEN3 = Qwen3Config(**SMALL | {"tie_word_embeddings": False, "head_dim": 64})
+WIDE = Qwen3Config(**SMALL | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64})
 FLAGS = {"device": "cuda", "dtype": "bfloat16", "engine": "sglang", "tokens_per_micro_batch": 4096}
 
 
@@ -64,6 +65,40 @@ def test_a_rehearsal_by_hand(elsewhere):
     assert [line.split()[-1] for line in waits] == [*waits_of("backward"), "norm.isfinite():", "norm.item()"]
 
 
+def test_offload_empties_the_gpu_while_the_engine_samples(elsewhere):
+    config = config_of(2, offload=True, kl_coef=0.01, tokens_per_micro_batch=1024)
+    found = elsewhere(rehearse.rehearse, config, QWEN3)
+    check_plan(config, QWEN3, found)
+    parameters = found["build"]["end"] / 2  # the other half is the reference's
+    assert found["first update: rollout"]["end"] == 0
+    assert found["update: rollout"]["end"] < 1e6  # Adam's step counts, of 512 bytes each
+    assert found["update: step"]["end"] == pytest.approx(
+        4 * parameters, rel=0.01
+    )  # Adam's, and the reference
+    assert found["push"]["end"] == pytest.approx(parameters, rel=0.01)  # neither of them
+
+
+def test_lora_by_hand(elsewhere):
+    config = config_of(2, lora_rank=16, base_dtype="bfloat16", tokens_per_micro_batch=1024, kl_coef=0.01)
+    found = elsewhere(rehearse.rehearse, config, QWEN2)
+    check_plan(config, QWEN2, found)
+    inputs_and_outputs = 2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864)
+    adapters = 3 * 16 * inputs_and_outputs
+    layer = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 * 896
+    frozen = 3 * layer + 151936 * 896 + 896
+    # Only adapters are reduced, in fp32, and have Adam's moments; the reference takes nothing.
+    assert found["update"]["collectives"]["reduce_scatter_base"] == (2 * 3, 2 * 4 * adapters)
+    assert found["build"]["end"] == pytest.approx((2 * frozen + 4 * adapters) / 2, rel=0.01)
+    assert found["update: step"]["end"] == pytest.approx((2 * frozen + 12 * adapters) / 2, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_host_s_time_is_measured_with_compiled_layers(elsewhere):
+    small = Qwen2Config(**SMALL | {"vocab_size": 8192})
+    times = [elsewhere(rehearse.host_seconds, config_of(2, compile=flag), small) for flag in (False, True)]
+    assert all(0 < seconds < 10 for seconds in times)  # how much less is for bench/, not for a test
+
+
 def waits_of(function: str) -> list[str]:
     """The last words of the line of Actor.backward in which the host waits."""
     return ["torch.stack([*sums.values()]).tolist())))"][: function == "backward"]
@@ -98,6 +133,7 @@ def test_a_wait_for_the_gpu_in_the_loss_is_found(elsewhere):
         (2, QWEN3, {"kl_coef": 0.01}),
         (1, QWEN2, {"gradient_checkpointing": False}),
         (64, QWEN3, {}),
+        (4, WIDE, {"tp_size": 4, "offload": True, "lora_rank": 8, "base_dtype": "float32"}),
     ],
 )
 def test_plan_agrees_with_the_rehearsal(elsewhere, processes, model_config, flags):

@@ -11,6 +11,7 @@ code is 1 if the run does not fit, and 2 if it cannot be planned.
 import json
 import math
 import os
+import re
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from transformers.hf_argparser import HfArgumentParser
 
 from extras.checks import FAMILIES, brief, raise_parser_error
 from extras.local_engine import LocalEngine
+from recipes.lora import TARGETS
 from tools.shapes import known_config
 from train import Config, UserError, flag, parse_flags
 
@@ -45,6 +47,10 @@ class PlanConfig(Config):
     device: Literal["cuda", "cpu"] = flag(Config.device, "device of the actor")
     processes: int = flag(0, "ranks in all, as torchrun starts them; 0: one per GPU here, else 1")
     gpu_gb: float = flag(0, "plan for GPUs with this memory in GB (1e9 bytes); 0: for this machine")
+    lora_rank: int = flag(0, "rank of the adapters of recipes/lora.py; 0: full fine-tuning")
+    lora_alpha: float = flag(32, "as in recipes/lora.py")
+    lora_targets: str = flag(TARGETS, "as in recipes/lora.py")
+    base_dtype: Literal["bfloat16", "float32", ""] = flag("", "as in recipes/lora.py; empty: --dtype")
 
 
 def read_flags(arguments: list[str], config_class=PlanConfig) -> PlanConfig:
@@ -65,7 +71,8 @@ def read_flags(arguments: list[str], config_class=PlanConfig) -> PlanConfig:
         raise UserError("--device cuda: there is no GPU here; set --gpu_gb to that of the GPUs to plan for")
     sglang_share(config)
     gpus = torch.cuda.device_count() if config.device == "cuda" else 0
-    return replace(config, processes=config.processes or gpus or 1)
+    processes = config.processes or gpus or 1
+    return replace(config, processes=processes, base_dtype=config.base_dtype or config.dtype)
 
 
 def sglang_share(config: Config) -> float:
@@ -101,11 +108,22 @@ def check_sizes(config: Config, model_config, ranks: int):
 
 
 @cache
-def parameter_sizes(config_class: type, content: str) -> dict[str, int]:
-    """Numbers in each parameter of a model, by name; content is its config as JSON."""
+def parameter_shapes(config_class: type, content: str) -> dict[str, torch.Size]:
+    """The shape of each parameter of a model, by name; content is its config as JSON."""
     with torch.device("meta"):  # takes no memory
         model = AutoModelForCausalLM.from_config(config_class(**json.loads(content)))
-    return {name: value.numel() for name, value in model.named_parameters()}
+    return {name: value.shape for name, value in model.named_parameters()}
+
+
+def adapter_size(shapes: dict[str, torch.Size], config: Config) -> float:
+    """Numbers in the adapters of a layer on one of tp ranks; RowwiseParallel leaves adapters whole."""
+    size = 0
+    for name in config.lora_targets.split():
+        (shape,) = [
+            shape for key, shape in shapes.items() if re.fullmatch(rf"\S+\.0\.\w+\.{name}\.weight", key)
+        ]
+        size += config.lora_rank * sum(shape) / (1 if name in ("o_proj", "down_proj") else config.tp_size)
+    return size
 
 
 def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
@@ -117,8 +135,11 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     tp = config.tp_size
     heads = model_config.num_attention_heads
     counts = {}  # a tied head is not among them
-    for name, count in parameter_sizes(type(model_config), model_config.to_json_string()).items():
-        counts[name] = count // (1 if "norm" in name else tp)
+    shapes = parameter_shapes(type(model_config), model_config.to_json_string())
+    for name, shape in shapes.items():
+        counts[name] = shape.numel() // (1 if "norm" in name else tp)
+    lora = getattr(config, "lora_rank", 0) > 0
+    adapter = adapter_size(shapes, config) if lora else 0
     whole = sum(counts.values())
     layers = model_config.num_hidden_layers
     layer = sum(size for name, size in counts.items() if name.startswith("model.layers.0."))
@@ -126,6 +147,11 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     return SimpleNamespace(
         cuda=config.device == "cuda",
         s=getattr(torch, config.dtype).itemsize,
+        lora=lora,
+        kept=getattr(torch, config.base_dtype).itemsize if lora else 4,  # bytes of a parameter in its shard
+        adapter=adapter,
+        ranks=config.lora_rank * len(config.lora_targets.split()) if lora else 0,  # of a layer's adapters
+        learning=layers * adapter if lora else whole,  # numbers with gradients
         tp=tp,
         shards=ranks // tp // config.dp_replicate,
         whole=whole,
@@ -149,13 +175,16 @@ def saved_by_layer(n: SimpleNamespace) -> float:
     norms += (n.queries + n.keys) * (4 + n.s) * n.head_norms  # the same; nothing needs their outputs
     copies = 1 if n.cuda and n.s == 2 else 2  # of the output: sdpa's pieces are joined in a second one
     attention = n.s * ((1 + copies) * n.queries + 2 * n.keys) + 4 * n.queries / n.width  # q, out, k, v; lse
-    return norms + attention + 4 * n.s * n.mlp  # gate, its activation, up, their product
+    inside = n.s * n.ranks  # between A and B
+    return norms + attention + inside + 4 * n.s * n.mlp  # gate, its activation, up, their product
 
 
 def logprob_bytes(n: SimpleNamespace, trained: int) -> float:
     """Bytes of head_logprobs at its peak, in the backward pass of a chunk, with c logits."""
     rows = max(256, 2**24 // n.vocab)  # tokens whose logits exist at once, as in train.head_logprobs
     c = min(trained, rows) * n.vocab
+    if n.lora:  # the head has no gradient
+        return LOGIT * c + n.s * n.hidden * trained
     several = trained > rows
     half = n.s if n.s < 4 else 0
     copy = 4 * n.head if half else 0  # the head in fp32
@@ -210,10 +239,12 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
     several = n.shards > 1
     samples, learns = engine_bytes(config, n, ranks)
     tokens = max(config.tokens_per_micro_batch, longest(config))  # a sequence is never cut
-    held = {"parameters": 4 * n.whole / n.shards, "Adam": 8 * n.whole / n.shards}  # Adam has two moments
-    if config.kl_coef:
-        held["reference"] = 4 * n.whole / n.shards
-    update = held | {"engine": learns, "gradients": 4 * n.whole / n.shards}
+    frozen = n.kept * n.whole if n.lora else 0
+    held = {"parameters": (frozen + 4 * n.learning) / n.shards}
+    moments = {"Adam": 8 * n.learning / n.shards}
+    if config.kl_coef and not n.lora:
+        moments["reference"] = 4 * n.whole / n.shards
+    update = held | moments | {"engine": learns, "gradients": 4 * n.learning / n.shards}
     saved = tokens * saved_by_layer(n)
     kept = saved * n.layers
     again = 0
@@ -226,9 +257,11 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
     # a CPU by way of a copy.
     reduced = 4 * n.root * (1 + 1 / n.shards + (not several or not n.cuda))
     phases = {
-        "rollout": ({} if config.offload and n.cuda else held) | {"engine": samples},
+        "rollout": ({} if config.offload and n.cuda else held | moments) | {"engine": samples},
         # A probe of the gate follows: its actor's root is gathered in pieces and whole, the engine is awake.
-        "push": held | {"engine": samples, "gathered": max(push_bytes(config, n), 2 * s * n.root)},
+        "push": held
+        | ({} if config.offload and n.cuda else moments)
+        | {"engine": samples, "gathered": max(push_bytes(config, n), 2 * s * n.root)},
         # The root stays gathered for the pass. If weights have to be gathered, the next layer's come early.
         "log-probs": update
         | {
@@ -239,13 +272,15 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
         # Gradients under way: the head's; a layer's, and in fp32 those of the layer before.
         "layers": update
         | {
-            "gathered": s * (n.root + n.layer * (1 + several)),
+            "gathered": s * (n.root + n.layer * (1 + several) + n.adapter),
             "activations": kept + again + moment,
-            "under way": s * n.head + (4 + s) * n.layer,
+            "under way": (4 + s) * n.adapter if n.lora else s * n.head + (4 + s) * n.layer,
         },
         "reduce": update
         | {"under way": max(s * (n.root + 2 * n.head) + 4 * n.layer, (s + 4) * n.root, reduced)},
     }
+    if n.lora:
+        del phases["reduce"]  # the root has no gradients
     for parts in phases.values():
         processes = 1 + (config.engine == "sglang")
         own = sum(parts.values()) - parts["engine"]

@@ -29,10 +29,12 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,13 +42,17 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import train
+from extras import offload
+from extras.compile import compile_layers
 from extras.monitor import forward_flops, peak_flops
+from recipes import lora
 from tools import plan
 from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
 
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
 PROMPT = 128  # of which are its prompt
+WARM_UP = 2  # passes that are not timed; the first one compiles
 ROUNDING = 512  # bytes that CUDA's caching allocator rounds up to
 COMMUNICATION = ("c10d", "_c10d_functional")
 MESH_METHODS = (  # these compute with real tensors
@@ -212,8 +218,21 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
         finally:
             vars(recorder).update(kept)
 
+    def forget(parameter):  # FSDP keeps what it had when a parameter leaves for "meta", unlike for "cpu"
+        reset(parameter)
+        local = parameter.sharded_param.to_local()
+        if local.is_meta:
+            parameter._sharded_param_data = local.view(-1)
+
+    def wait_once(tensor):
+        line, function = innermost_line()
+        if function != "reduce_over":  # its numbers are on the CPU
+            recorder.syncs[line] += 1
+        return np.ones(tuple(tensor.shape), int if tensor.dtype == torch.int32 else float).tolist()
+
     propagator = torch.distributed.tensor._sharding_prop.ShardingPropagator
     propagate = propagator._propagate_tensor_meta_non_cached
+    reset = FSDPParam.reset_sharded_param
     with ExitStack() as stack:
         for name in MESH_METHODS:
             method = getattr(DeviceMesh, name, None)
@@ -222,10 +241,14 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
             elif method:
                 stack.enter_context(patch.object(DeviceMesh, name, outside_of_fake(method)))
         stack.enter_context(patch.object(train, "packed_attention", gpu_attention))
-        stack.enter_context(patch.object(train, "empty_model", outside_of_fake(train.empty_model)))
+        for owner, name in ((train.AutoModelForCausalLM, "from_config"), (lora, "add_adapters")):
+            stack.enter_context(patch.object(owner, name, outside_of_fake(getattr(owner, name))))
         stack.enter_context(patch.object(train.dcp, "load"))  # there are no weights
         stack.enter_context(patch.object(propagator, "_propagate_tensor_meta_non_cached", quiet))
         stack.enter_context(patch.object(dist, "all_gather_object", lambda parts, one, group=None: None))
+        stack.enter_context(patch.object(offload, "AWAY", "meta"))  # as "cpu" stands for the GPU
+        stack.enter_context(patch.object(FSDPParam, "reset_sharded_param", forget))
+        stack.enter_context(patch.object(FakeTensor, "tolist", wait_once))
         stack.enter_context(recorder.resizes())
         stack.enter_context(mode)
         stack.enter_context(recorder)
@@ -252,13 +275,15 @@ def make_samples(config: Config, micro_batches: int, vocab_size: int) -> list[Sa
 
 def make_trainer(config: Config, mesh, vocab_size: int) -> Trainer:
     """A Trainer with an actor and, with --kl_coef, a reference, but no data, engine or log."""
-    trainer = object.__new__(Trainer)
+    trainer_class, actor_class = (lora.LoRATrainer, lora.LoRAActor) if config.lora_rank else (Trainer, Actor)
+    trainer = object.__new__(offload.extend(trainer_class))
     trainer.config = config
     trainer.mesh = mesh
-    trainer.engine = SimpleNamespace(exact=False)
-    policy = (config.model, mesh, config, vocab_size)
-    trainer.actor = Actor(train.load_policy(*policy), mesh, config)
-    trainer.reference = train.load_policy(*policy) if config.kl_coef else None
+    trainer.path = config.model
+    trainer.engine = SimpleNamespace(exact=False, vocab_size=vocab_size)
+    trainer.reference = None
+    trainer.actor = actor_class(trainer.load_policy(), mesh, config)
+    trainer.reference = trainer.load_policy() if config.kl_coef else None
     return trainer
 
 
@@ -314,6 +339,11 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
             for name in ("first update", "update"):  # Adam's state exists from the second one on
                 with unset_fake_temporarily():
                     batches = [fake_batch(batch, mode) for batch in trainer.micro_batches(samples)]
+                trainer.move_others(offload.AWAY)
+                trainer.move_actors(offload.AWAY)
+                found[f"{name}: rollout"] = recorder.phase()
+                trainer.move_actors(on_cpu.device)
+                trainer.move_others(on_cpu.device)
                 if trainer.reference:
                     with torch.no_grad():
                         for batch in batches:
@@ -324,6 +354,9 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
                 trainer.actor.step()
                 found[f"{name}: step"] = recorder.phase()
                 del batches
+            trainer.move_others(offload.AWAY)
+            trainer.move_actors(on_cpu.device)
+            recorder.phase()
             push(trainer.actor, mesh)
             found["push"] = recorder.phase()
     return found
@@ -348,14 +381,16 @@ def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> flo
             trainer = make_trainer(on_cpu, mesh, small.vocab_size)
         for parameter in trainer.actor.parameters.values():
             torch.nn.init.normal_(parameter.to_local(), std=0.02)
+        if config.compile:
+            compile_layers(trainer.actor.model)
         batch = train.make_batch([sample], "cpu")
-        for _ in range(repeats + 1):
+        for _ in range(WARM_UP + repeats):
             start = time.perf_counter()
             loss, _ = trainer.loss(batch)
             loss.backward()
             times.append(time.perf_counter() - start)
             trainer.actor.optimizer.zero_grad()
-    return statistics.median(times[1:])
+    return statistics.median(times[WARM_UP:])
 
 
 def modelled(config: RehearsalConfig, model_config, update: dict, host: float, micro_batches: int) -> dict:
@@ -397,7 +432,10 @@ def planned(config: RehearsalConfig, model_config) -> dict[str, float]:
     with patch.object(plan, "LOGIT", plan.LOGIT + 4):
         phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
     own = {name: sum(parts.values()) - parts["engine"] - parts["reserve"] for name, parts in phases.items()}
-    return {"update": max(own[name] for name in ("log-probs", "layers", "reduce")), "push": own["push"]}
+    return {
+        "update": max(own.get(name, 0) for name in ("log-probs", "layers", "reduce")),
+        "push": own["push"],
+    }
 
 
 def report(config: RehearsalConfig, model_config, found: dict, seconds: float) -> str:
@@ -411,7 +449,7 @@ def report(config: RehearsalConfig, model_config, found: dict, seconds: float) -
     ]
     for name, size in planned(config, model_config).items():
         names = ("push",) if name == "push" else ("log-probs", "layers", "reduce")
-        whole = max(sum(phases[one].values()) for one in names)
+        whole = max(sum(phases[one].values()) for one in names if one in phases)
         lines.append(
             f"{name:22}{found[name]['peak'] / 1e9:8.2f} GB{size / 1e9:8.2f} GB{whole / 1e9:12.2f} GB"
         )
