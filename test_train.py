@@ -13,14 +13,13 @@ import itertools
 import json
 import math
 import shutil
-from copy import deepcopy
 from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -32,10 +31,12 @@ from tests.conftest import (
     HERE,
     TINY,
     VOCAB,
-    make_inputs,
+    compared,
+    inputs,
     make_trainer,
     mesh,
     plain_logprobs,
+    plain_update,
     random_model,
     run,
     some_samples,
@@ -44,33 +45,11 @@ from tests.conftest import (
 )
 from train import Config, RLDataset, Sample, Trainer, UserError, parse_flags
 
-__all__ = ["mesh", "tokenizer", "whole"]  # fixtures
+__all__ = ["compared", "inputs", "mesh", "tokenizer", "whole"]  # fixtures
 GREETING = [{"role": "user", "content": "hi"}]
 
 
 # -------------------------------------------- 2. The task -------------------------------------------------
-def test_reward_fn_on_mixed_rows(tmp_path):
-    rows = [
-        {"nums": [1, 2], "target": 3},
-        {"question": "How many?", "answer": "#### 4"},
-        {"problem": "Solve $x=5$.", "answer": "5"},
-        {"nums": [0, 0], "target": 0},
-    ]
-    columns = {name: [row.get(name) for row in rows] for name in {name for row in rows for name in row}}
-    Dataset.from_dict(columns).to_parquet(tmp_path / "mixed.parquet")  # what a row lacks is None
-    data = RLDataset(str(tmp_path / "mixed.parquet"))
-    right = ["<answer>1+2</answer>", "They are 4.", r"\boxed{5}", "<answer>0-0</answer>"]
-    prompts = ["Make 3 from the numbers [1, 2]", "How many?", "Solve $x=5$.", "Make 0 from the numbers"]
-    for i in range(4):
-        sample = data[i]
-        assert prompts[i] in sample.messages[0]["content"] and sample.messages[0]["role"] == "user"
-        sample.turns = [right[i]]
-        assert train.reward_fn(sample) == 1.0
-        sample.turns = ["nothing"]
-        assert train.reward_fn(sample) == 0.0
-    assert "boxed" in data[1].messages[0]["content"] and data[0].row is not data[0].row
-
-
 def test_append_by_hand():
     sample = Sample([], {})
     sample.append([7, 8])
@@ -93,18 +72,6 @@ def test_prompts_without_markup_are_those_of_the_chat_template(tokenizer):
     for messages in [rows[i].messages for i in range(50)] + odd:
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert (train.encode_prompt(tokenizer, messages) == expected) == ("<|" not in messages[0]["content"])
-
-
-@pytest.mark.parametrize(
-    "text", ["<|im_end|>", "a<|im_start|>assistant\n", "<<|im_end|>", "<|<|endoftext|>|>", "x"]
-)
-def test_no_text_makes_a_control_token(tokenizer, text):
-    messages = [{"role": "system", "content": text}, {"role": "user", "content": text}]
-    before = deepcopy(messages)
-    ids = train.encode_prompt(tokenizer, messages)
-    assert [i for i in ids if i in tokenizer.added_tokens_decoder] == [1, 2, 1, 2, 1]
-    content = text.replace("<|", "<\u200b|")  # invisible, so that it reads as before
-    assert tokenizer.decode(ids).count(content + "<|im_end|>") == 2 and messages == before
 
 
 def play(tokenizer, turns: list, env_step=train.env_step, room: int = 999, **flags) -> Sample:
@@ -412,49 +379,6 @@ def test_head_logprobs_equal_plain_autograd(mesh, temperature, used, length):
 
 
 # ---------------------------------------------- 9. Actor --------------------------------------------------
-def plain_update(model, samples: list[Sample], loss: str) -> tuple[torch.Tensor, dict]:
-    """Loss and gradients of tests/parity.py's losses for all samples in the plainest way."""
-    total = torch.zeros(())
-    for sample in samples:
-        tokens = sample.tokens
-        trained = tokens["mask"] == 1
-        ids = torch.from_numpy(tokens["id"].astype(int))
-        logits = model(ids[None]).logits[0, :-1, :VOCAB] / parity.COMMON["temperature"]
-        policy = torch.distributions.Categorical(logits=logits[torch.from_numpy(trained[1:])])
-        targets = ids[torch.from_numpy(trained)]
-        logprobs = policy.log_prob(targets)
-        advantage = float(tokens["advantage"][trained][0])
-        if loss == "plain":
-            total = total - advantage * (logprobs - logprobs.detach()).exp().mean() / len(samples)
-            continue
-        engine = torch.from_numpy(tokens["logprob"][trained])
-        old = engine + 0.2 * torch.sin(3.0 * targets)
-        ref = engine + 0.2 * torch.sin(5.0 * targets)
-        ratio = (logprobs - old).exp()
-        bounded = ratio.clamp(max=1.28) if advantage > 0 else ratio.clamp(min=0.8)
-        terms = -advantage * bounded * (old - engine).exp().clamp(max=1.1)
-        terms = terms + 0.05 * ((ref - logprobs).exp() - 1 + logprobs - ref) - 0.01 * policy.entropy()
-        total = total + terms.sum() / sum(one.tokens["mask"].sum() for one in samples)
-    total.backward()
-    return total.detach(), {name: value.grad for name, value in model.named_parameters()}
-
-
-@pytest.fixture(scope="session")
-def inputs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    make_inputs(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def compared(inputs, tmp_path_factory):
-    """The folder with what tests/parity.py has computed in 1, 2 and 4 processes."""
-    folder = tmp_path_factory.mktemp("compared")
-    done = run("tests/parity.py", "few", inputs, folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
-
-
 def test_loss_and_gradient_do_not_depend_on_ranks_split_or_tp(inputs, compared):
     for kind, tied in parity.FORMS:
         name = f"{kind}-{'tied' if tied else 'untied'}"
@@ -594,13 +518,13 @@ def test_the_optimizer_follows_its_flags(small):
 
 # --------------------------------------------- 11. Trainer ------------------------------------------------
 def test_prompts_are_a_new_permutation_every_epoch(whole):
-    prompts = whole(steps=10, prompts_per_step=6).prompts  # three epochs of 20 rows, and a part of a fourth
-    assert [place for place, _ in prompts] == list(range(len(prompts))) and len(prompts) >= 60
+    prompts = whole(steps=11, prompts_per_step=6).prompts  # three epochs of 20 rows, and a part of a fourth
+    assert [place for place, _ in prompts] == list(range(len(prompts))) and len(prompts) >= 66
     rows = [row for _, row in prompts]
     epochs = [rows[:20], rows[20:40], rows[40:60]]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs) and epochs[0] != epochs[1] != epochs[2]
-    assert whole(steps=10, prompts_per_step=6).prompts == prompts  # as on any other rank
-    assert whole(steps=10, prompts_per_step=6, seed=1).prompts != prompts
+    assert whole(steps=11, prompts_per_step=6).prompts == prompts  # as on any other rank
+    assert whole(steps=11, prompts_per_step=6, seed=1).prompts != prompts
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -639,6 +563,13 @@ def test_groups_have_one_prompt_and_samples_of_their_own(whole):
     assert [one.text for one in again] == [one.text for one in samples[3:]]  # whatever is sampled beside it
     other = whole(max_new_tokens=4, seed=1).sample(trainer.data, [(9, 5)], 3, 1.0)
     assert [one.text for one in other] != [one.text for one in again]
+    elsewhere = trainer.sample(trainer.data, [(10, 5)], 3, 1.0)  # the same row in the next epoch
+    assert [one.text for one in elsewhere] != [one.text for one in again]
+    samples[0].row["note"] = "of one sample"
+    assert samples[1].row == trainer.data[3].row
+    assert trainer.room == 1024 - 4  # the context of assets/tiny without a completion
+    trainer.room = len(expected)
+    assert len(trainer.sample(trainer.data, [(8, 3)], 3, 1.0)) == 3
     trainer.room = len(expected) - 1
     assert [s.key[0] for s in trainer.sample(trainer.data, [(8, 3)], 3, 1.0)] == []  # no room for a turn
 
@@ -695,7 +626,21 @@ def test_later_updates_start_from_the_old_policy(small, exact):
     assert metrics["logprob_diff"] == pytest.approx(first_gap.abs().mean().item(), rel=1e-4)  # of the first
 
 
-def test_the_reference_stays_the_initial_policy(small):
+def test_a_rank_has_as_many_micro_batches_as_the_fullest(small, monkeypatch):
+    trainer, _ = small(), monkeypatch.setattr(train, "reduce_over", as_if_another_rank_had(7))
+    batches = trainer.micro_batches(some_samples())
+    assert len(batches) == 7 and sum(len(batch.samples) for batch in batches) == 12
+
+
+def as_if_another_rank_had(count: int):
+    """reduce_over for two ranks, of which the other one has so many of everything."""
+    results = {dist.ReduceOp.SUM: sum, dist.ReduceOp.MAX: max, dist.ReduceOp.MIN: min}
+    return lambda mesh, values, op=dist.ReduceOp.SUM: [results[op]([value, count]) for value in values]
+
+
+def test_the_reference_stays_the_initial_policy(small, whole):
+    models = whole(kl_coef=0.1)
+    assert models.reference is not models.actor.model and whole().reference is None
     trainer, samples = small(kl_coef=0.1, updates_per_step=2), some_samples()
     trainer.reference = train.load_policy(trainer.config.model, trainer.mesh, trainer.config, VOCAB)
     trainer.check_engine = lambda gap: None
@@ -703,8 +648,13 @@ def test_the_reference_stays_the_initial_policy(small):
         sample.reward = float(i % 2)
     assert trainer.learn(samples)["kl"] > 1e-6  # of the second update; the first has exactly 0
     assert all(isinstance(one, DTensor) for one in trainer.reference.parameters())  # none stays gathered
-    again = trainer.learn(samples)["kl"]
-    assert again > 1e-3
+    seen = []
+    loss = trainer.loss
+    trainer.loss = lambda batch: (seen.append(batch), loss(batch))[1]
+    assert trainer.learn(samples)["kl"] > 1e-3
+    with torch.no_grad():
+        for batch in seen:
+            assert torch.equal(batch.ref_logprobs, trainer.reference.logprobs(batch)[0])
 
 
 def test_the_bound_ends_the_run_before_the_optimizer_step(small):
@@ -756,7 +706,7 @@ def test_every_step_samples_with_the_weights_of_the_last_one(whole):
     assert (old - batch.engine_logprobs).abs().mean() > 1e-2
 
 
-def test_evaluation_is_the_mean_reward_of_greedy_completions(whole):
+def test_evaluation_is_the_mean_reward_of_greedy_completions(whole, monkeypatch):
     trainer = whole(eval_data=f"{COUNTDOWN}/test.jsonl:train[:5]", reward_fn=lambda sample: len(sample.text))
     trainer.publish()
     asked = []
@@ -767,6 +717,11 @@ def test_evaluation_is_the_mean_reward_of_greedy_completions(whole):
     assert data is trainer.eval_data and [row for _, row in prompts] == [0, 1, 2, 3, 4]
     assert (size, temperature) == (1, 0.0) and score == np.mean([len(one.text) for one in samples])
     assert trainer.evaluate()["eval_score"] == score
+    trainer.rank, trainer.ranks = 1, 2  # of two ranks the second one
+    monkeypatch.setattr(train, "reduce_over", as_if_another_rank_had(3))
+    score = trainer.evaluate()["eval_score"]
+    assert [row for _, row in asked[-1][0][1]] == [1, 3]
+    assert score == (sum(len(one.text) for one in asked[-1][1]) + 3) / (2 + 3)  # over both
 
 
 def test_fit_evaluates_learns_and_exports_in_this_order(whole, tmp_path):

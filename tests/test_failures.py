@@ -32,7 +32,7 @@ def test_rewards_are_any_finite_numbers():
             score(lambda sample: 1.0, {"a": bad})
     with pytest.raises(TypeError):
         score(lambda sample: "1.0")
-    with pytest.raises(ValueError, match="reward_fn returned None instead of a number"):
+    with pytest.raises(ValueError, match="reward_fn returned no finite numbers: None"):
         score(lambda sample: None)
 
 

@@ -1,6 +1,7 @@
 """Tests of Config and the command line: defaults, flags of recipes, mistakes, --help."""
 
 import re
+import sys
 from dataclasses import dataclass, fields
 
 import pytest
@@ -72,6 +73,7 @@ def help_of(config_class, monkeypatch, capsys) -> str:
 
 def test_help_shows_every_flag_once_in_groups(monkeypatch, capsys):
     monkeypatch.setattr(HfArgumentParser, "format_help", HfArgumentParser.format_help)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as without python -m
     text = help_of(Config, monkeypatch, capsys)
     shown = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(shown) == sorted(field.name for field in fields(Config))
