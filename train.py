@@ -104,6 +104,7 @@ class Config:
     dp_replicate: int = flag(1, "copies of the sharded model, for example one per machine (HSDP)")
     device: Literal["cuda", "cpu"] = flag("cuda" if GPU else "cpu", "device of the actor")
     dtype: Literal["bfloat16", "float32"] = flag("bfloat16" if GPU else "float32", "compute dtype")
+    dither: bool = flag(True, "weights of a bfloat16 run start anywhere in their rounding cells")
     tokens_per_micro_batch: int = flag(8192, "largest packed forward and backward pass, in tokens per rank")
     gradient_checkpointing: bool = flag(True, "recomputation of activations in the backward pass")
     offload: bool = flag(False, "actor and optimizer in CPU memory during rollouts")
@@ -664,7 +665,7 @@ class SGLangEngine:
 
 
 # ======================================== Part III: the loop ==============================================
-EXTRAS = "help sglang_cpu watchdog compile offload balance monitor gate checkpoint checks"  # innermost first
+EXTRAS = "help sglang_cpu watchdog dither compile offload balance monitor gate checkpoint checks"
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # of the mean |log-prob difference| between engine and actor
 SHOWN = "reward:.3f eval_score:.3f entropy:.2f grad_norm:.2f logprob_diff:.0e time_step:.1f"
 
@@ -883,9 +884,8 @@ class Trainer:
 def main(config=Config, dataset=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer=Trainer):
     """Runs a training; a recipe passes what it replaces."""
     try:
-        for name in EXTRAS.split():
-            extra = load_extra(name)
-            trainer = extra.extend(trainer) if extra else trainer
+        for extra in filter(None, map(load_extra, EXTRAS.split())):  # each wraps those before it
+            trainer = extra.extend(trainer)
         trainer(parse_flags(config, sys.argv[1:]), dataset, reward_fn, env_step).fit()
     except UserError as error:
         time.sleep(2 * (LOCAL_RANK > 0))  # rank 0 speaks, and then torchrun ends the others

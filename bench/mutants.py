@@ -469,8 +469,8 @@ the reference gathered during the update
 +                pass
 
 extras in reverse
--EXTRAS = "help sglang_cpu watchdog compile offload balance monitor gate checkpoint checks"
-+EXTRAS = "checks checkpoint gate monitor balance offload compile watchdog sglang_cpu help"
+-EXTRAS = "help sglang_cpu watchdog dither compile offload balance monitor gate checkpoint checks"
++EXTRAS = "checks checkpoint gate monitor balance offload compile dither watchdog sglang_cpu help"
 
 evaluation on the training data
 -dataset_class(config.eval_data) if config.eval_data and config.eval_every

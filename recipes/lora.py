@@ -5,12 +5,10 @@
 Each linear layer in --lora_targets computes W x + alpha / r B A x (arXiv:2106.09685 sec. 4.1). W is frozen;
 A [r, in] starts at random and B [out, r] at zero, so that training starts from the model itself. The learning
 rate is ten times that of full fine-tuning (thinkingmachines.ai/blog/lora). Engines get W + alpha / r B A,
-merged a layer at a time and rounded to --dtype; the actor does not round that sum, so watch logprob_diff in
-bfloat16. The run ends with model/, merged, and adapter/, for peft.PeftModel.
+merged a layer at a time and rounded to --dtype. A run ends with model/, merged, and adapter/, for peft.
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 
+from extras.dither import add
 from train import RANK, Actor, Config, Trainer, UserError, empty_model, flag, load_policy, main
 
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
@@ -38,7 +37,7 @@ class LoRAConfig(Config):
     lr: float = flag(1e-5, "peak learning rate of AdamW; ten times that of full fine-tuning")
 
     def __post_init__(self):
-        if self.lora_rank < 1 or not 0 < self.lora_alpha < math.inf:
+        if self.lora_rank < 1 or not 0 < self.lora_alpha < float("inf"):
             raise UserError("--lora_rank must be at least 1, and --lora_alpha above 0")
 
 
@@ -102,7 +101,8 @@ class LoRAActor(Actor):
         for name in [name for name in weights if name.endswith("lora_A")]:
             a, b = (weights.pop(name.removesuffix("A") + part).float() for part in "AB")
             weight = weights[name.removesuffix("lora_A") + "weight"]
-            weight.copy_(weight.float() + self.config.lora_alpha / self.config.lora_rank * (b @ a))
+            update = self.config.lora_alpha / self.config.lora_rank * (b @ a)
+            add(weight, update, name if self.config.dither else "")  # rounds, which the actor does not
         bucket[:] = weights.items()
         return bucket
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import extras.local_engine  # noqa: F401 (once, before the fork)
 import train
-from extras import balance
+from extras import balance, dither
 from recipes import lora
 from tests.conftest import TEMPERATURE, VOCAB, make_trainer, other_logprobs
 from train import Config, Trainer
@@ -176,6 +176,22 @@ def compare_adapters(inputs: Path, outputs: Path):
                 torch.save(record, outputs / f"{name}-lora-{tp}.pt")
 
 
+def dither_parts(inputs: Path, outputs: Path):
+    """Dithers a model whose parts have copies; rank 0 writes the parts of all ranks to a file."""
+    flags = {"model": str(inputs / "qwen2-tied"), "tp_size": 2, "dp_replicate": 2, "dtype": "bfloat16"}
+    config = Config(**COMMON | flags)
+    weights = make_trainer(config, train.init_distributed(config)).actor.parameters
+    with torch.no_grad():
+        for weight in weights.values():  # bf16 numbers, as in a checkpoint
+            weight.to_local().copy_(weight.to_local().bfloat16())
+    dither.dither_all(list(weights.values()), seed=0)
+    mine = {name: (dither.part_of(weight), weight.to_local()) for name, weight in weights.items()}
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    if dist.get_rank() == 0:
+        torch.save(everyones, outputs / "dithered.pt")
+
+
 def learn(case: tuple, outputs: Path):
     """A short run of the embedded model, in a folder of its own."""
     tp, copies = case
@@ -199,6 +215,8 @@ def compare(processes: int, cases: dict, inputs: Path, outputs: Path):
     compare_gradients(processes, cases, inputs, outputs)
     if cases is FEW and processes in RUNS:
         learn(RUNS[processes], outputs)
+        if processes == 4:
+            dither_parts(inputs, outputs)
     elif cases is FEW:
         compare_weights(inputs, outputs)
         compare_adapters(inputs, outputs)
