@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=2 python -m bench.real_qwen --model FOLDER [--task sort] [--lora_rank 8] [--control True]
 
-Answers take at most 24 tokens, so that a step of a 0.5B takes half a minute on two cores. The rows are made
-here, and no held-out row is trained on. Evaluations are greedy; the first and the last one also sample four
-completions per row (eval_sampled).
+Answers take at most 24 tokens, so that a step of a 0.5B takes half a minute to a minute on two cores; try
+--dtype bfloat16, and glibc's large pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1).
+The rows are made here, and no held-out row is trained on. Evaluations are greedy; the first and the last one
+also sample four completions per row (eval_sampled).
 
 countdown   one expression of two given numbers that equals a target, with + - or *; "= target" may follow
 sort        four numbers in ascending order
