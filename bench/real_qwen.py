@@ -9,6 +9,8 @@ also sample four completions per row (eval_sampled).
 
 countdown   one expression of two given numbers that equals a target, with + - or *; "= target" may follow
 sort        four numbers in ascending order
+reverse     four numbers in reverse order
+add         the sum of two numbers of three digits
 
 --control True trains on a coin instead of the reward (bench/random_reward.py): nothing must climb. Any of the
 --lora_ flags switches to recipes/lora.py and its tenfold learning rate.
@@ -39,6 +41,11 @@ PROMPTS = {
         "Sort these numbers in ascending order: {}, {}, {}, {}. "
         "Reply with the numbers only, separated by commas."
     ),
+    "reverse": (
+        "Write these numbers in reverse order: {}, {}, {}, {}. "
+        "Reply with the numbers only, separated by commas."
+    ),
+    "add": "What is {} + {}? Reply with the number only.",
 }
 
 
@@ -54,21 +61,34 @@ def countdown_rows() -> list[dict]:
     return rows
 
 
-def sort_rows() -> list[dict]:
-    """Sets of four numbers from 1 to 99, in random order."""
+def list_rows(answer) -> list[dict]:
+    """Sets of four numbers from 1 to 99, in random order, with answer(numbers)."""
     generator = random.Random(0)
     sets = dict.fromkeys(tuple(sorted(generator.sample(range(1, 100), 4))) for _ in range(2200))
-    return [{"numbers": generator.sample(one, 4)} for one in sets]
+    shuffled = [generator.sample(one, 4) for one in sets]
+    return [{"numbers": numbers, "answer": answer(numbers)} for numbers in shuffled]
 
 
-ROWS = {"countdown": countdown_rows, "sort": sort_rows}
+def add_rows() -> list[dict]:
+    """Pairs of numbers from 100 to 999, in random order."""
+    generator = random.Random(0)
+    pairs = dict.fromkeys(tuple(sorted(generator.choices(range(100, 1000), k=2))) for _ in range(2200))
+    return [{"numbers": generator.sample(pair, 2), "answer": [sum(pair)]} for pair in pairs]
+
+
+ROWS = {
+    "countdown": countdown_rows,
+    "sort": lambda: list_rows(sorted),
+    "reverse": lambda: list_rows(lambda numbers: numbers[::-1]),
+    "add": add_rows,
+}
 
 
 def score(text: str, row: dict) -> float:
     """1 for exactly the answer, 0 for anything else."""
-    if "target" not in row:
+    if "answer" in row:
         found = re.fullmatch(r"\d+(, ?\d+)*", text.strip())
-        return float(bool(found) and [int(one) for one in text.split(",")] == sorted(row["numbers"]))
+        return float(bool(found) and [int(one) for one in text.split(",")] == row["answer"])
     try:
         value, used = rewards.evaluate(text.split("=")[0].strip())
     except (ValueError, ZeroDivisionError):

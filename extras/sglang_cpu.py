@@ -14,6 +14,7 @@ ARGUMENTS = {  # what runs without CUDA's kernels
     "grammar_backend": "none",
     "disable_cuda_graph": True,
     "max_total_tokens": 32768,
+    "sleep_on_idle": True,  # else it takes a core from the actor while that learns
 }
 
 

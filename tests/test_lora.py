@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -12,7 +13,18 @@ from bench import kills
 from extras import checkpoint, monitor
 from recipes import lora
 from tests import parity
-from tests.conftest import TINY, VOCAB, alone, make_trainer, plain_logprobs, plain_update, some_samples
+from tests.conftest import (
+    COUNTDOWN,
+    HERE,
+    TINY,
+    VOCAB,
+    alone,
+    make_trainer,
+    plain_logprobs,
+    plain_update,
+    run,
+    some_samples,
+)
 from train import UserError
 
 SMALL = ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "16", "--steps", "4"]
@@ -77,6 +89,24 @@ def test_gradients_and_merged_weights_equal_those_of_a_plain_model(inputs, compa
             assert (found - gradient).norm() < 1e-5 * gradient.norm()
 
 
+@pytest.mark.parametrize("kind, tied", parity.ADAPTED)
+def test_gradients_equal_those_of_peft(inputs, compared, kind, tied):
+    peft = pytest.importorskip("peft")
+    name = f"{kind}-{'tied' if tied else 'untied'}"
+    record = torch.load(compared / f"{name}-lora-1.pt")
+    settings = peft.LoraConfig(r=4, lora_alpha=6, target_modules=lora.TARGETS.split())
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(inputs / name), settings)
+    weights = dict(model.named_parameters())
+    names = {f"base_model.model.{key}.default.weight": key for key in record["adapters"]}
+    assert {key for key, weight in weights.items() if weight.requires_grad} == names.keys()
+    for key, ours in names.items():
+        weights[key].data = record["adapters"][ours]
+    loss, gradients = plain_update(model, torch.load(inputs / f"{name}.pt", weights_only=False), "plain")
+    assert record["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    for key, ours in names.items():
+        assert (record["gradients"][ours] - gradients[key]).norm() < 1e-5 * gradients[key].norm()
+
+
 def test_training_starts_from_the_model_itself_with_peft_s_distribution(mesh):
     trainer = small_trainer(mesh, lora_rank=8)
     model = AutoModelForCausalLM.from_pretrained(TINY)
@@ -136,6 +166,24 @@ def test_the_reference_is_the_model_without_adapters(mesh):
         plain = train.load_policy(str(TINY), mesh, trainer.config, VOCAB).logprobs(batch)[0]
         policy = trainer.actor.model.logprobs(batch)[0]
     assert torch.equal(found, plain) and not torch.allclose(policy, plain, atol=0.1)
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang: .ci/sglang_cpu/install")
+def test_sglang_gets_the_merged_weights(tmp_path):
+    """Four steps at a learning rate that moves the log-probs far more than the bound."""
+    flags = [*SMALL, "--model", TINY, "--device", "cpu", "--dtype", "float32", "--eval_data", ""]
+    flags += ["--data", COUNTDOWN / "train.jsonl", "--engine", "sglang", "--output_dir", tmp_path]
+    stubs = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / ".ci/sglang_cpu")}
+    done = run("-m", "recipes.lora", *flags, timeout=500, SGLANG_CPU_OMP_THREADS_BIND="0", **stubs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    history = [json.loads(line) for line in (tmp_path / "metrics.jsonl").open()]
+    differences = [record["logprob_diff"] for record in history if "logprob_diff" in record]
+    print(differences)
+    assert len(differences) == 4 and max(differences) < 1e-4
+    sample = some_samples()[0]
+    merged, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "model", TINY))
+    assert (plain_logprobs(merged, sample) - plain_logprobs(base, sample)).abs().mean() > 1e-2
 
 
 # ---- Runs ------------------------------------------------------------------------------------------------
