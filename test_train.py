@@ -860,6 +860,7 @@ SGLANG_ARGS = {
     "grammar_backend": "none",
     "disable_cuda_graph": True,
     "max_total_tokens": 32768,
+    "sleep_on_idle": True,
     "mem_fraction_static": 0.3,
 }
 

@@ -1,11 +1,11 @@
 """LoRA: small matrices learn beside frozen weights, which need neither gradients nor Adam's moments.
 
     torchrun --standalone --nproc_per_node=1 -m recipes.lora --model Qwen/Qwen2.5-3B-Instruct
+    torchrun --standalone --nproc_per_node=2 -m recipes.lora --lr 1e-3    # no GPU: the tiny Qwen
 
-Each linear layer in --lora_targets computes W x + alpha / r B A x (arXiv:2106.09685 sec. 4.1). W is frozen;
-A [r, in] starts at random and B [out, r] at zero, so that training starts from the model itself. The learning
-rate is ten times that of full fine-tuning (thinkingmachines.ai/blog/lora). Engines get W + alpha / r B A,
-merged a layer at a time and rounded to --dtype. A run ends with model/, merged, and adapter/, for peft.
+Each linear layer in --lora_targets computes W x + alpha / r B A x (arXiv:2106.09685 sec. 4.1): A [r, in] is
+random at first, B [out, r] is zero, and W stays frozen. --lr is ten times the usual
+(thinkingmachines.ai/blog/lora). Engines get merged weights. A run ends with model/ and, for peft, adapter/.
 """
 
 import json

@@ -440,6 +440,7 @@ if __name__ == "__main__":
         "grammar_backend": "none",
         "disable_cuda_graph": True,
         "max_total_tokens": 32768,
+        "sleep_on_idle": True,
         "mem_fraction_static": 0.3,
     }
     output = Path(sys.argv[1])

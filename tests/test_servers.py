@@ -324,6 +324,7 @@ def servers(tmp_path_factory):
     """Two SGLang servers that somebody else started: {url: process}, each a process group of its own."""
     flags = "--device cpu --dtype float32 --attention-backend torch_native --sampling-backend pytorch"
     flags += " --grammar-backend none --disable-cuda-graph --max-total-tokens 32768 --skip-tokenizer-init"
+    flags += " --sleep-on-idle"
     started = {}
     for _ in range(2):
         with socket.socket() as free:

@@ -36,6 +36,7 @@ SGLANG_ARGS = {  # what runs without CUDA kernels
     "grammar_backend": "none",
     "disable_cuda_graph": True,
     "max_total_tokens": 32768,
+    "sleep_on_idle": True,
     "mem_fraction_static": 0.3,
 }
 
