@@ -1,4 +1,4 @@
-"""Finished runs of bench/real_qwen.py in one table, picture and file.
+"""Finished runs of bench/real_qwen.py or recipes/gsm8k.py in one table, picture and file.
 
     python -m bench.real_curves RUN [RUN ...] [--output assets/real_qwen.json]
 
@@ -25,9 +25,9 @@ def name_of(config: dict) -> str:
     """What a run is, from its flags."""
     engine = "" if config["engine"] == "local" else f"SGLang, tp {config['tp_size']}"
     parts = [
-        config["task"],
+        config.get("task", "GSM8K"),
         f"LoRA r {config['lora_rank']}" if "lora_rank" in config else "",
-        "coin" if config["control"] else "",
+        "coin" if config.get("control") else "",
         engine,
         config["dtype"] if config["dtype"] != "bfloat16" else "",
         "" if config["dither"] else "no dither",
@@ -60,11 +60,15 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="output folders of bench/real_qwen.py")
+    parser.add_argument("runs", nargs="+", type=Path, help="output folders of finished runs")
     parser.add_argument("--output", type=Path, default=ASSETS / "real_qwen.json", help="file for the numbers")
     flags = parser.parse_args()
     found = {}
     for folder in flags.runs:
         config = json.loads((folder / "config.json").read_text())
-        found[name_of(config), config["seed"]] = {"history": read(folder)}
+        history = read(folder)
+        for record in history:
+            if "solved" in record:  # the reward is a coin, or may be -1
+                record["reward"] = record["solved"]
+        found[name_of(config), config["seed"]] = {"history": history}
     report(flags.output, PANELS, found, numbers)
