@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=2 -m recipes.lora --lr 1e-3    # no GPU: the tiny Qwen
 
 Each linear layer in --lora_targets computes W x + alpha / r B A x (arXiv:2106.09685 sec. 4.1): A [r, in] is
-random at first, B [out, r] is zero, and W stays frozen. --lr is ten times the usual
+random at first, B [out, r] is zero, and W stays frozen. --lr is ten times that of full fine-tuning
 (thinkingmachines.ai/blog/lora). Engines get merged weights. A run ends with model/ and, for peft, adapter/.
 """
 
