@@ -7,29 +7,37 @@ probability of those that beat their own group (DeepSeekMath, arXiv:2402.03300):
     rho_t = pi(o_t | q, o_<t) / pi_old(o_t | q, o_<t)           one importance ratio per token
     loss  = - 1/B sum_i 1/|o_i| sum_t min(rho_t A_i, clip(rho_t, 1 - low, 1 + high) A_i)
 
-Deviations from the paper: no KL term unless --kl_coef is set; the engine gets the new weights after every
-step, so sampling is on-policy; averages are over all ranks, so that no split of the work changes a gradient.
+Deviations from the paper: no KL term (extras/variants.py adds one); the engine gets the new weights after
+every step, so sampling is on-policy; averages run over all ranks, so gradients do not depend on the split.
 
     torchrun --standalone --nproc_per_node=4 train.py    # 4 GPUs: Qwen2.5-3B-Instruct learns countdown
     torchrun --standalone --nproc_per_node=2 train.py    # no GPU: a tiny Qwen learns it within a minute
-    torchrun --standalone --nproc_per_node=4 train.py --model Qwen/Qwen3-1.7B --data openai/gsm8k/main
 
 Part I is the algorithm; for a task of your own, edit `__getitem__` and `reward_fn` in section 2. Part II is
 the machine: skip it on a first reading. Part III is the loop: start there.
 Sizes: B samples, G completions per prompt, T tokens, N trained tokens, H hidden size, V vocabulary.
+
+Files in extras/ wrap the Trainer where they lie beside this one, and add flags: checkpoint.py (--resume,
+--save_every), checks.py (--max_failures), compile.py (--compile), dither.py (--dither), gate.py (--gate),
+lr_schedule.py (--lr_schedule), monitor.py (--token_groups), offload.py (--offload), reward_workers.py
+(--reward_workers), variants.py (--normalize_std, --aggregation, --kl_coef, --entropy_coef, --tis_cap),
+wandb_log.py (--wandb), watchdog.py (--engine_timeout).
 """
 
 import asyncio
-import importlib.util
+import importlib
+import inspect
 import json
+import math
 import os
+import re
 import shutil
 import sys
 import time
 import traceback
-from collections import defaultdict
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace as Batch
 from typing import Literal
@@ -38,7 +46,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import wandb
 from accelerate import init_empty_weights
 from datasets import ReadInstruction, load_dataset
 from huggingface_hub import save_torch_state_dict, snapshot_download
@@ -48,9 +55,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_mod
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import clip_grad_norm_
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from tqdm.asyncio import tqdm
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.hf_argparser import HfArg, HfArgumentParser
 
 import rewards
@@ -58,13 +66,11 @@ import rewards
 sys.modules.setdefault("train", sys.modules[__name__])  # `import train` in an extra finds the running module
 
 
-# ========================================= Part I: the algorithm ==========================================
-# ----------------------------------------------- 1. Config ------------------------------------------------
+# ==================================== Part I: the algorithm. 1. Config ====================================
 GPU = torch.cuda.is_available()
 RANK = int(os.environ.get("RANK", 0))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 BAR = {"leave": False, "disable": True if RANK else None}  # progress bars: of rank 0, on a terminal
-EMBEDDED = Path(__file__).parent / "assets/embedded.json"  # flags of the job for machines without a GPU
 
 
 def flag(default, help: str):
@@ -73,7 +79,7 @@ def flag(default, help: str):
 
 @dataclass
 class Config:
-    """Every setting of a run, each one a command-line flag."""
+    """The settings of a run, each one a command-line flag; modules in extras/ add theirs."""
 
     # task and rollout
     model: str = flag("Qwen/Qwen2.5-3B-Instruct", "folder or Hub name of a Qwen2, Qwen2.5 or Qwen3 model")
@@ -86,17 +92,11 @@ class Config:
     max_turns: int = flag(1, "policy turns per episode; above 1, env_step answers each of them")
     temperature: float = flag(1.0, "sampling temperature, also that of the trained log-probs")
     # algorithm and optimizer
-    normalize_std: bool = flag(True, "division of advantages by their group's std (False: Dr. GRPO)")
-    aggregation: Literal["sequence", "token", "constant"] = flag("sequence", "loss average; see set_weights")
     clip_low: float = flag(0.2, "lower clip of the importance ratio: 1 - clip_low")
     clip_high: float = flag(0.28, "upper clip of the importance ratio: 1 + clip_high")
-    kl_coef: float = flag(0.0, "weight of KL(policy || initial policy); 0 loads no reference model")
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
-    tis_cap: float = flag(0.0, "cap of the actor-to-engine importance weight, for example 2; 0: off")
     updates_per_step: int = flag(1, "optimizer steps per rollout, each on its share of the prompts")
     steps: int = flag(200, "training steps; 0: evaluation only")
     lr: float = flag(1e-6, "peak learning rate of AdamW")
-    lr_schedule: Literal["constant_with_warmup", "cosine"] = flag("constant_with_warmup", "shape of --lr")
     warmup_steps: int = flag(5, "optimizer steps of linear warm-up")
     max_grad_norm: float = flag(1.0, "gradient clipping threshold, global norm")
     # machine
@@ -104,38 +104,34 @@ class Config:
     dp_replicate: int = flag(1, "copies of the sharded model, for example one per machine (HSDP)")
     device: Literal["cuda", "cpu"] = flag("cuda" if GPU else "cpu", "device of the actor")
     dtype: Literal["bfloat16", "float32"] = flag("bfloat16" if GPU else "float32", "compute dtype")
-    dither: bool = flag(True, "weights of a bfloat16 run start anywhere in their rounding cells")
     tokens_per_micro_batch: int = flag(8192, "largest packed forward and backward pass, in tokens per rank")
     gradient_checkpointing: bool = flag(True, "recomputation of activations in the backward pass")
-    offload: bool = flag(False, "actor and optimizer in CPU memory during rollouts")
-    compile: bool = flag(False, "torch.compile of each layer")
     sglang_args: str = flag('{"mem_fraction_static": 0.5}', "JSON: further arguments of sglang.Engine")
-    engine_timeout: float = flag(1800, "seconds without a response before SGLang is considered dead")
-    gate: Literal["stop", "warn", "off"] = flag("stop", "reaction to log-probs that differ in the engine")
     # run
-    seed: int = flag(0, "seed of the data order and of sampling")
-    output_dir: str = flag("", "folder that the run writes to; empty: runs/<time>")
+    seed: int = flag(0, "seed of the data order and of sampling (SGLang: in deterministic mode only)")
+    output_dir: str = flag("", "folder that the run writes to; empty: one under runs/")
     eval_every: int = flag(10, "steps between evaluations, the first before step 1; 0: never")
     eval_temperature: float = flag(0.0, "sampling temperature of evaluations; 0: greedy")
-    save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
-    resume: str = flag("", "checkpoint or run folder to continue; auto: that of --output_dir, if any")
-    reward_workers: int = flag(0, "processes per rank for reward_fn; 0: the trainer's own process")
     reward_timeout: float = flag(60.0, "seconds for one call of an async reward_fn or env_step")
-    max_failures: float = flag(0.1, "largest share of failed samples in a step before the run ends")
-    token_groups: int = flag(2, "groups per step with per-token details in samples.jsonl")
-    wandb: Literal["online", "offline", "disabled"] = flag("disabled", "Weights & Biases mode")
 
 
 def parse_flags(config_class, arguments: list[str]):
-    """Command line -> config_class."""
-    parser = HfArgumentParser(config_class, allow_abbrev=False)
+    """Command line -> config_class. Raises UserError for flags that it does not know."""
+    parser = HfArgumentParser(config_class, allow_abbrev=False, usage="train.py [--FLAG VALUE ...]")
     given = {argument.split("=")[0] for argument in arguments}
-    if not GPU and "--model" not in given and EMBEDDED.exists():
-        text = EMBEDDED.read_text().replace("ASSETS", os.path.relpath(EMBEDDED.parent))
-        parser.set_defaults(**json.loads(text))
     if "--data" in given:
         parser.set_defaults(eval_data="")  # the default belongs to the default data
-    return config_class(**vars(parser.parse_args(arguments)))
+    values, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = re.escape(unknown[0].split("=")[0].replace("--no_", "--"))
+        owner = re.search(rf"\w+\.py(?=[^.]*{name}\b)", __doc__)  # the last file before the flag
+        remedy = (
+            f"requires extras/{owner[0]} and __init__.py" if owner else "is unknown; --help lists all flags"
+        )
+        raise UserError(f"{' '.join(unknown)} {remedy}")
+    if not GPU and "--model" not in given:
+        raise UserError("no GPU, and no assets/embedded.json for CPUs: set --model and --data")
+    return config_class(**vars(values))
 
 
 # ---------------------------------------- 2. The task: edit here ------------------------------------------
@@ -144,7 +140,6 @@ COUNTDOWN = (
     "<think> </think> tags, then give the expression alone in <answer> </answer> tags, such as "
     "<answer>(1 + 2) / 3</answer>."
 )
-MATH = "{}\nThink step by step, and put the final answer into \\boxed{{}}."
 TOKEN = [  # the columns of sample.tokens, which has one row per token
     ("id", np.int32),
     ("turn", np.int32),  # the policy's turn that the token belongs to, from 0
@@ -190,14 +185,13 @@ class RLDataset(torch.utils.data.Dataset):
         """source: "file[:split]" or "owner/name[/config][:split]"; a split may be a slice, train[:100]."""
         self.source = source
         name, _, split = source.partition(":")
-        kind = Path(name).suffix
-        if kind in (".json", ".jsonl"):  # `datasets` would convert dates and round large integers
+        if name.endswith((".json", ".jsonl")):  # `datasets` would convert dates and round large integers
             text = Path(name).read_text(encoding="utf-8-sig").strip()
             lines = filter(str.strip, text.split("\n"))
             rows = json.loads(text if text.startswith("[") else f"[{','.join(lines)}]")
-            part = ReadInstruction.from_spec(split or "train").to_absolute({"train": len(rows)})[0]
-            self.rows = rows[part.from_ : part.to]
-        elif kind == ".parquet":
+            parts = ReadInstruction.from_spec(split or "train").to_absolute({"train": len(rows)})
+            self.rows = [row for part in parts for row in rows[part.from_ : part.to]]
+        elif name.endswith(".parquet"):
             self.rows = load_dataset("parquet", data_files=name, split=split or "train")
         else:
             owner, name, *config = name.split("/", 2)
@@ -209,22 +203,12 @@ class RLDataset(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> Sample:
         """EDIT HERE: turn a row into a prompt."""
         row = dict(self.rows[index])
-        if row.get("target") is not None:
-            content = COUNTDOWN.format(**row)
-        else:
-            content = MATH.format(row.get("question") or row["problem"])
-        return Sample([{"role": "user", "content": content}], row)
+        return Sample([{"role": "user", "content": COUNTDOWN.format(**row)}], row)
 
 
 def reward_fn(sample: Sample) -> float:
     """EDIT HERE: how good is sample.text? Any finite number. May be async; sample.metrics are logged."""
-    row = sample.row
-    if row.get("target") is not None:
-        sample.metrics |= rewards.countdown_habits(sample.text, row["target"])
-        return rewards.countdown(sample.text, row["nums"], row["target"])
-    if row.get("question") is not None:
-        return rewards.gsm8k_last_number(sample.text, row["answer"])
-    return rewards.math(sample.text, row["answer"])
+    return rewards.countdown(sample.text, sample.row["nums"], sample.row["target"])
 
 
 async def env_step(sample: Sample) -> str | None:
@@ -234,9 +218,17 @@ async def env_step(sample: Sample) -> str | None:
 
 # ---------------------------------------------- 3. Rollout ------------------------------------------------
 def encode_prompt(tokenizer, messages: list[dict]) -> list[int]:
-    """Token ids [t] of a chat, up to the policy's turn. No text in it can forge a control token."""
-    text = json.dumps(messages, ensure_ascii=False).replace("<|", "<\u200b|")  # a zero-width space
+    """Token ids [t] of a chat, up to the policy's turn. No text in it can forge a special token."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    starts = "|".join(f"{re.escape(token[:1])}(?={re.escape(token[1:])})" for token in special)
+    text = re.sub(starts, "\\g<0>\u200b", json.dumps(messages, ensure_ascii=False))  # a zero-width space
     return tokenizer.apply_chat_template(json.loads(text), add_generation_prompt=True, return_dict=False)
+
+
+async def call(function, sample: Sample, reward_timeout: float):
+    """The result of a function of a sample, which may be async: then it has reward_timeout seconds."""
+    result = function(sample)
+    return await asyncio.wait_for(result, reward_timeout) if inspect.isawaitable(result) else result
 
 
 async def rollout(sample: Sample, tokenizer, generate, env_step, config: Config, room: int):
@@ -249,36 +241,30 @@ async def rollout(sample: Sample, tokenizer, generate, env_step, config: Config,
         sample.turns.append(tokenizer.decode(ids, skip_special_tokens=True))
         if sample.truncated:
             break
-        reply = await asyncio.wait_for(env_step(sample), config.reward_timeout)
+        reply = await call(env_step, sample, config.reward_timeout)
         if reply is None or turn == config.max_turns - 1:
             break
-        sample.append(tokenizer.encode(reply, add_special_tokens=False), turn=turn)
-        sample.truncated = len(sample.tokens) > room
+        reply_ids = tokenizer.encode(reply, add_special_tokens=False)
+        sample.truncated = len(sample.tokens) + len(reply_ids) > room
         if sample.truncated:
             break
+        sample.append(reply_ids, turn=turn)
 
 
 # ---------------------------------------- 4. Advantages and loss ------------------------------------------
-def group_advantages(rewards: torch.Tensor, group_size: int, normalize_std: bool) -> torch.Tensor:
+def group_advantages(rewards: torch.Tensor, group_size: int) -> torch.Tensor:
     """Rewards [B] of whole groups -> advantages [B]: each completion against its own group."""
     groups = rewards.view(-1, group_size)
-    advantages = groups - groups.mean(dim=1, keepdim=True)
-    if normalize_std:
-        advantages = advantages / (groups.std(dim=1, keepdim=True) + 1e-6)
-    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)
-    return advantages.masked_fill(all_equal, 0.0).flatten()  # exactly 0, however the mean was rounded
+    centered = groups - groups.mean(dim=1, keepdim=True)
+    variance = centered.square().sum(dim=1, keepdim=True) / (group_size - 1)
+    all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)  # exactly 0, however the mean was rounded
+    return (centered / (variance.sqrt() + 1e-6)).masked_fill(all_equal, 0.0).flatten()
 
 
-def set_weights(samples: list[Sample], config: Config, count: float, tokens: float):
-    """Sets each trained token's share of the loss, given the samples and trained tokens of all ranks."""
+def set_weights(samples: list[Sample], count: float):
+    """Sets each trained token's share of the loss, 1/B 1/|o_i|, given the samples B of all ranks."""
     for sample in samples:
-        if config.aggregation == "sequence":  # GRPO: 1/B sum_i 1/|o_i| sum_t
-            denominator = count * sample.tokens["mask"].sum()
-        elif config.aggregation == "token":  # DAPO, arXiv:2503.14476 eq. 8: 1/sum_i |o_i| sum_i sum_t
-            denominator = tokens
-        else:  # Dr. GRPO, arXiv:2503.20783 sec. 3.2: 1/B sum_i 1/max_new_tokens sum_t
-            denominator = count * config.max_new_tokens
-        sample.tokens["weight"] = sample.tokens["mask"] / denominator
+        sample.tokens["weight"] = sample.tokens["mask"] / (count * sample.tokens["mask"].sum())
 
 
 def grpo_loss(logprobs, entropy, batch: "Batch", config: Config) -> tuple[torch.Tensor, dict]:
@@ -286,19 +272,8 @@ def grpo_loss(logprobs, entropy, batch: "Batch", config: Config) -> tuple[torch.
     ratio = (logprobs - batch.old_logprobs).exp()
     unclipped = ratio * batch.advantages
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high) * batch.advantages
-    loss = -torch.minimum(unclipped, clipped)
-    stats = {"clip_fraction": clipped < unclipped, "entropy": entropy.detach()}
-    stats["logprob_diff"] = (batch.old_logprobs - batch.engine_logprobs).abs()
-    if config.tis_cap:  # truncated importance sampling, fengyao.notion.site/off-policy-rl
-        loss = loss * (batch.old_logprobs - batch.engine_logprobs).exp().clamp(max=config.tis_cap)
-    if config.kl_coef:  # the k3 estimate of KL(policy || reference), joschu.net/blog/kl-approx.html
-        gap = batch.ref_logprobs - logprobs
-        kl = gap.exp() - gap - 1
-        loss = loss + config.kl_coef * kl
-        stats["kl"] = kl.detach()
-    if config.entropy_coef:
-        loss = loss - config.entropy_coef * entropy
-    return (batch.weights * loss).sum(), stats
+    loss = -(batch.weights * torch.minimum(unclipped, clipped)).sum()
+    return loss, {"clip_fraction": clipped < unclipped, "entropy": entropy.detach()}
 
 
 # ---------------------------------------------- 5. Batches ------------------------------------------------
@@ -320,10 +295,9 @@ def make_batch(samples: list[Sample], device: str) -> Batch:
         "advantages": tokens["advantage"][trained],  # [N]
         "weights": tokens["weight"][trained],  # [N]
         "engine_logprobs": tokens["logprob"][trained],  # [N]
-        # later: old_logprobs [N], where the ratio starts (None: from this very pass), and ref_logprobs [N]
     }
     tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    return Batch(**tensors, longest=max(lengths), samples=samples, old_logprobs=None, ref_logprobs=None)
+    return Batch(**tensors, longest=max(lengths), samples=samples, old_logprobs=None)  # [N] later
 
 
 def pack(samples: list[Sample], budget: int, count: int) -> list[list[Sample]]:
@@ -342,25 +316,26 @@ def pack(samples: list[Sample], budget: int, count: int) -> list[list[Sample]]:
         count += 1
 
 
-# ========================================= Part II: the machine ===========================================
-# ---------------------------------------- 6. Processes and inputs -----------------------------------------
+# ============================= Part II: the machine. 6. Processes and inputs ==============================
 class UserError(Exception):
     """A mistake that the user can fix; main prints it as one line, without a traceback."""
 
 
-def load_extra(name: str, flag: str = ""):
-    """The module extras/NAME.py, or None where it is missing; UserError if a flag requires it."""
-    if importlib.util.find_spec("extras") and importlib.util.find_spec(f"extras.{name}"):
-        return importlib.import_module(f"extras.{name}")
-    if flag:
-        raise UserError(f"extras/{name}.py is missing beside train.py: {flag} requires it")
+def load_extra(name: str, flag: str):
+    """The module extras/NAME.py, which a flag requires. Raises UserError if it is missing."""
+    if not (Path(__file__).parent / f"extras/{name}.py").exists():
+        raise UserError(f"{flag} requires extras/{name}.py beside train.py")
+    return importlib.import_module(f"extras.{name}")
 
 
 def init_distributed(config: Config) -> dict[str, DeviceMesh]:
     """Joins torchrun's processes, or is alone. "tp" splits layers, "fsdp" shards, "dp" splits prompts."""
+    if config.engine == "sglang":  # expandable segments break its memory saver and CUDA's IPC
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):  # CUDA reads them as it starts
+            os.environ.pop(name, None)
     if config.device == "cuda":
         torch.cuda.set_device(LOCAL_RANK)
-        os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}  # as SGLang does where it starts
+        os.environ |= {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"} | os.environ  # SGLang's defaults
     backend = "cpu:gloo,cuda:nccl" if config.device == "cuda" else "gloo"  # gloo carries Python objects
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, **alone)
@@ -406,9 +381,8 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
     """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors."""
     column = parallel.ColwiseParallel()
     row = parallel.RowwiseParallel()
-    by_vocabulary = parallel.RowwiseParallel(input_layouts=Replicate())
     plan = {
-        "model.embed_tokens": by_vocabulary,  # as the head
+        "model.embed_tokens": parallel.RowwiseParallel(input_layouts=Replicate()),  # by vocabulary
         "model.layers.*.self_attn.q_proj": column,  # whole heads
         "model.layers.*.self_attn.k_proj": column,
         "model.layers.*.self_attn.v_proj": column,
@@ -456,7 +430,7 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
     """Log-probs [N] and entropies [N] of targets [N], from states [N, H] and this rank's head [V / tp, H]."""
     rows = max(256, 2**24 // len(head))  # tokens with logits at a time; the backward pass recomputes these
     first = tp.get_local_rank() * len(head)  # the first token of this rank's part of the vocabulary
-    head = head.float() if head.requires_grad else head  # its gradient is summed over chunks in fp32
+    head = head.float() if head.requires_grad and torch.is_grad_enabled() else head  # to sum its gradient
     if tp.size() > 1:  # the gradient of the states is a sum over the ranks
         states = DTensor.from_local(states, tp, [Replicate()]).to_local(grad_placements=[Partial()])
 
@@ -509,28 +483,29 @@ class Actor:
         self.parameters = {name: weight for name, weight in parameters.items() if weight.requires_grad}
         options = {"lr": config.lr, "betas": (0.9, 0.99), "weight_decay": 0.0, "fused": True}
         self.optimizer = torch.optim.AdamW(self.parameters.values(), **options)
-        updates = config.steps * config.updates_per_step
-        self.scheduler = get_scheduler(config.lr_schedule, self.optimizer, config.warmup_steps, updates)
+        self.scheduler = LambdaLR(self.optimizer, lambda i: min(1, (i + 1) / max(1, config.warmup_steps)))
 
     def backward(self, batches: list[Batch], loss_fn) -> dict[str, float]:
         """Adds up the gradients of loss_fn(batch) -> loss, statistics [N]. Returns means over all ranks."""
-        sums = defaultdict(float)
+        total_loss = total_tokens = 0.0
+        sums = {}
         for batch in tqdm(batches, desc="update", **BAR):
             loss, stats = loss_fn(batch)
             loss.backward()
             real = batch.weights > 0  # not a filler
-            sums["loss"] += loss.detach().double()
-            sums["tokens"] += real.sum(dtype=torch.float64)
+            total_loss += loss.detach().double()
+            total_tokens += real.sum(dtype=torch.float64)
             for name, values in stats.items():
-                sums[name] += (values * real).sum(dtype=torch.float64)
-        means = dict(zip(sums, reduce_over(self.mesh["dp"], torch.stack([*sums.values()]).tolist())))
-        tokens = means.pop("tokens") or 1
-        return {"loss": means.pop("loss")} | {name: total / tokens for name, total in means.items()}
+                sums[name] = sums.get(name, 0.0) + (values * real).sum(dtype=torch.float64)
+        local = torch.stack([total_loss, total_tokens, *sums.values()]).tolist()  # the only wait for the GPU
+        loss, tokens, *totals = reduce_over(self.mesh["dp"], local)
+        return {name: total / max(tokens, 1) for name, total in zip(sums, totals)} | {"loss": loss}
 
     def step(self) -> float:
         """One optimizer step, left out if the gradient is not finite. Returns the global gradient norm."""
-        parameters = self.parameters.values()
-        norm = clip_grad_norm_(parameters, self.config.max_grad_norm, foreach=True).full_tensor()
+        norm = clip_grad_norm_(
+            self.parameters.values(), self.config.max_grad_norm, foreach=True
+        ).full_tensor()
         if norm.isfinite():
             self.optimizer.step()
             self.scheduler.step()
@@ -552,21 +527,23 @@ class Actor:
         """Writes a Hugging Face folder from rank 0, with the tokenizer of `path`; all ranks call it."""
         whole = {name: w.cpu() for bucket in self.whole_weights() for name, w in bucket if RANK == 0}
         if RANK == 0:
-            partial = folder.with_suffix(".partial")  # a full disk leaves nothing that looks like a model
-            weights = shutil.ignore_patterns("*.safetensors*", "*.bin", ".*")
-            shutil.copytree(path, partial, ignore=weights, dirs_exist_ok=True)
-            save_torch_state_dict(whole, partial)
+            unfinished = folder.with_suffix(".partial")  # a full disk leaves nothing that looks like a model
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            needed = r"(token|vocab|merges|special|added|chat|generation)\w*\.(json|txt|jinja)"
+            for file in Path(path).iterdir():
+                if re.fullmatch(needed, file.name):
+                    shutil.copy(file, unfinished)
+            save_torch_state_dict(whole, unfinished)
             self.model.config.dtype = self.config.dtype
-            self.model.config.save_pretrained(partial)
+            self.model.config.save_pretrained(unfinished)
             shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+            unfinished.rename(folder)
 
 
 # ----------------------------------------------- 10. SGLang -----------------------------------------------
 class SGLangEngine:
     """SGLang in processes on the GPUs of a tensor-parallel group, whose first rank talks to it."""
-
-    exact = False  # its kernels are not the actor's: log-probs differ by more than the order of a sum
 
     def __init__(self, path: str, tokenizer, mesh: dict[str, DeviceMesh], config: Config):
         self.config = config
@@ -574,6 +551,7 @@ class SGLangEngine:
         self.vocab_size = AutoConfig.from_pretrained(path).vocab_size
         self.eos_token_id = tokenizer.eos_token_id
         self.version = 0  # pushes so far
+        self.awake = True  # until sleep has released SGLang's memory
         self.engine = None
         self.loop = asyncio.new_event_loop()
         self.share = slice(None if self.group.rank() == 0 else 0)  # of the group's prompts
@@ -586,7 +564,9 @@ class SGLangEngine:
             options["disable_prefill_cuda_graph"] = True  # it cannot be released, unlike what these release:
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
             os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] = "0"
-            os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)  # the memory saver refuses expandable segments
+            runtime = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"  # pip's CUDA
+            folders = filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(runtime)])
+            os.environ["LD_LIBRARY_PATH"] = ":".join(folders)  # SGLang preloads a library that needs CUDA's
         if self.group.rank() == 0:
             import sglang  # starts processes that import this file again
 
@@ -596,7 +576,6 @@ class SGLangEngine:
 
     async def generate(self, ids: np.ndarray, temperature: float, seed: int, max_new_tokens: int = 0):
         """Samples one completion of ids [T]. Returns ids [t], log-probs [t], version, and if cut off."""
-        # SGLang uses the seed only with "enable_deterministic_inference" in --sglang_args.
         sampling = {"temperature": temperature, "sampling_seed": seed, "stop_token_ids": [self.eos_token_id]}
         sampling["max_new_tokens"] = max_new_tokens or self.config.max_new_tokens
         request = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
@@ -617,47 +596,48 @@ class SGLangEngine:
 
     def barrier(self):
         """Frees what the ranks only cache, and makes them wait for each other on gloo, without GPU memory."""
-        if GPU:
+        if self.config.device == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
         dist.all_reduce(torch.zeros(1), group=self.group)
 
     def sleep(self):
         """Gives SGLang's GPU memory to the trainer. It loses its weights: push before sampling."""
+        if not self.awake:
+            return  # SGLang's memory saver ends the process if memory is released or resumed twice
         while self.engine and not self.engine.flush_cache().success:
             time.sleep(0.05)  # it is busy for a moment after its last answer
         self.call("release_memory_occupation")
+        self.awake = False
         self.barrier()
 
     def push(self, buckets):
-        """Wakes SGLang up with new weights; all ranks call this together."""
-        self.version += 1
-        self.barrier()
-        self.call("resume_memory_occupation", tags=["weights"])
-        self.call("begin_weight_update")
-        for bucket in buckets:
-            sent = self.send(bucket)  # kept until the next one is sent: SGLang may still be copying
-            bucket.clear()
-        del sent
-        self.call("end_weight_update")
-        self.barrier()  # where memory runs out, SGLang's memory saver ends the process
-        self.call("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
-
-    def send(self, bucket: list[tuple[str, torch.Tensor]]) -> torch.Tensor:
-        """Sends a bucket as one flat tensor: each rank its own, on its own GPU, to SGLang's rank there."""
+        """Wakes SGLang up with new weights, bucket by bucket; all ranks call this together."""
         from sglang.srt.utils import MultiprocessingSerializer
         from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-        if GPU:
+        if self.config.device == "cuda":
             monkey_patch_torch_reductions()  # GPUs travel by UUID, as processes may number them differently
-        flat = FlattenedTensorBucket(named_tensors=bucket)
-        content = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        payloads = [None] * self.group.size()
-        dist.all_gather_object(payloads, MultiprocessingSerializer.serialize(content), group=self.group)
-        self.call("update_weights_from_tensor", payloads, load_format="flattened_bucket", flush_cache=False)
+        self.sleep()  # only released memory can be resumed
+        self.version += 1
         self.barrier()
-        return content["flattened_tensor"]
+        self.call("resume_memory_occupation", tags=["weights"])
+        self.call("begin_weight_update")
+        for bucket in buckets:  # as one flat tensor: each rank its own, on its GPU, to SGLang's rank there
+            flat = FlattenedTensorBucket(named_tensors=bucket)
+            new = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+            payloads = [None] * self.group.size()
+            dist.all_gather_object(payloads, MultiprocessingSerializer.serialize(new), group=self.group)
+            self.call("update_weights_from_tensor", payloads, "flattened_bucket", flush_cache=False)
+            self.barrier()
+            sent = new  # kept until the next one is sent: SGLang may still be copying
+            bucket.clear()
+        del flat, new, sent
+        self.call("end_weight_update")
+        self.barrier()  # where memory runs out, SGLang's memory saver ends the process
+        self.call("resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+        self.awake = True
 
     def close(self):
         """Ends SGLang's processes."""
@@ -665,20 +645,30 @@ class SGLangEngine:
 
 
 # ======================================== Part III: the loop ==============================================
-EXTRAS = "help sglang_cpu watchdog dither compile offload balance monitor gate checkpoint checks"
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # of the mean |log-prob difference| between engine and actor
-SHOWN = "reward:.3f eval_score:.3f entropy:.2f grad_norm:.2f logprob_diff:.0e time_step:.1f"
+FOLDER = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two runs may start in the same second
+SHOWN = ["reward", "eval_score", "entropy", "grad_norm", "logprob_diff", "time_step"]
+
+
+def shuffled(rows: int, seed: int):
+    """Yields (place in the run, row) without end. Every epoch is a new permutation, the same on all ranks."""
+    for epoch in count():
+        generator = torch.Generator().manual_seed(hash((seed, epoch)))
+        yield from enumerate(torch.randperm(rows, generator=generator).tolist(), epoch * rows)
 
 
 class Trainer:
     """Sample, compare, learn, publish. A recipe may subclass it."""
 
+    max_failures = 0.1  # share of failed samples above which a run ends; a flag in extras/checks.py
+    is_resumed = False
+    trains_all = False  # whether samples without an advantage have a gradient, too
+
     def __init__(self, config: Config, dataset_class, reward_fn, env_step):
         self.config = config
         self.reward_fn = reward_fn
         self.env_step = env_step
-        if config.reward_workers:  # before there are threads, connections and a GPU, which no fork survives
-            self.reward_fn = load_extra("reward_workers", "--reward_workers").isolate(reward_fn, config)
+        self.reward_timeout = config.reward_timeout
         self.data = dataset_class(config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         self.mesh = init_distributed(config)
@@ -693,14 +683,11 @@ class Trainer:
         engine_class = SGLangEngine if config.engine == "sglang" else load_extra(extra, "--engine").Engine
         self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
         self.actor = Actor(self.load_policy(), self.mesh, config)
-        self.reference = self.load_policy() if config.kl_coef else None
-        self.first_step = 0  # which only evaluates
-        self.draws = 0  # rollouts so far
-        epochs = range(1 + config.steps * config.prompts_per_step // len(self.data))
-        seeds = [torch.Generator().manual_seed(hash((config.seed, epoch))) for epoch in epochs]
-        order = torch.cat([torch.randperm(len(self.data), generator=seed) for seed in seeds])
-        self.prompts = list(enumerate(order.tolist()))  # (place in the run, row)
-        self.folder = Path(config.output_dir or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
+        self.first_step = 0  # step 0 only evaluates
+        self.prompts = shuffled(len(self.data), config.seed)
+        self.prompts_drawn = 0  # so far
+        self.has_failed = False  # whether a sample of this rank has
+        self.folder = Path(config.output_dir or time.strftime(FOLDER))
         if RANK == 0:
             self.open_log()
 
@@ -710,14 +697,14 @@ class Trainer:
 
     def fit(self):
         """Runs all steps with evaluations between them, and exports the model."""
-        self.engine.sleep()
         self.publish()
         for step in range(self.first_step, self.config.steps + 1):
             metrics, samples = self.step() if step > 0 else ({}, [])
             if self.eval_data and (step % self.config.eval_every == 0 or step == self.config.steps):
                 metrics |= self.evaluate()
             self.write(step, metrics, samples)
-        self.actor.save(self.path, self.folder / "model")
+        if self.config.steps > 0:
+            self.actor.save(self.path, self.folder / "model")
         self.engine.close()
 
     def step(self) -> tuple[dict[str, float], list[Sample]]:
@@ -730,12 +717,10 @@ class Trainer:
 
     def rollout(self) -> list[Sample]:
         """Samples a group for each prompt of this rank. Groups stay where they were sampled."""
-        config = self.config
-        first = self.draws * config.prompts_per_step
-        self.draws += 1
-        prompts = self.prompts[first : first + config.prompts_per_step]
-        mine = [one for one in prompts if one[0] // config.updates_per_step % self.ranks == self.rank]
-        return self.sample(self.data, mine, config.group_size, config.temperature)
+        prompts = list(islice(self.prompts, self.config.prompts_per_step))
+        self.prompts_drawn += len(prompts)
+        mine = [one for one in prompts if one[0] // self.config.updates_per_step % self.ranks == self.rank]
+        return self.sample(self.data, mine, self.config.group_size, self.config.temperature)
 
     def sample(self, dataset, prompts: list, group_size: int, temperature: float) -> list[Sample]:
         """Plays group_size episodes per prompt (place, row). Returns this data-parallel rank's samples."""
@@ -747,8 +732,7 @@ class Trainer:
             for i in range(group_size if fits else 0):
                 sample = deepcopy(prompt)
                 sample.key = (place, i)
-                episode = self.episode(sample, temperature)
-                episodes.append(asyncio.ensure_future(episode, loop=self.engine.loop))
+                episodes.append(self.engine.loop.create_task(self.episode(sample, temperature)))
         samples = self.engine.loop.run_until_complete(tqdm.gather(*episodes, desc="rollout", **BAR))
         parts = [samples] * self.mesh["tp"].size()
         if len(parts) > 1:
@@ -764,31 +748,50 @@ class Trainer:
         try:
             await rollout(sample, self.tokenizer, generate, self.env_step, self.config, self.room)
             await self.score(sample)
-        except UserError:
-            raise
-        except Exception as error:
-            sample.failure = "".join(traceback.format_exception(error)[-2:])  # the last line of code, and why
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, UserError) or asyncio.current_task().cancelling():
+                raise
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if "/lib/python" not in frame.filename]  # not a library's
+            sample.failure = "".join(traceback.format_list(own[-1:]) + traceback.format_exception_only(error))
+            sample.metrics = {}
+            if not self.has_failed:
+                tqdm.write(f"A sample failed; its group is left out of the loss:\n{sample.failure}")
+            self.has_failed = True
+        sample.state = {}  # other ranks cannot have what only this process can use
+        sample.row = json.loads(json.dumps(sample.row, default=str, skipkeys=True), parse_constant=str)
         return sample
 
     async def score(self, sample: Sample):
         """Sets the reward. Raises ValueError unless it and the sample's metrics are finite."""
-        reward = self.reward_fn(sample)
-        if asyncio.iscoroutine(reward):
-            limit = None if self.config.reward_workers else self.config.reward_timeout  # workers keep it
-            reward = await asyncio.wait_for(reward, limit)
-        if reward is None or not np.isfinite([reward, *sample.metrics.values()]).all():
+        reward = await call(self.reward_fn, sample, self.reward_timeout)
+        if reward is None or not all(map(math.isfinite, [reward, *sample.metrics.values()])):
             raise ValueError(f"reward_fn returned no finite numbers: {reward}, metrics {sample.metrics}")
         sample.reward = float(reward)
+        sample.metrics = {name: float(number) for name, number in sample.metrics.items()}
+
+    def check_failures(self, samples: list[Sample]) -> float:
+        """The share of samples that failed, over all ranks. Raises UserError if it is too large."""
+        failures = [sample.failure for sample in samples if sample.failure]
+        failed, total = reduce_over(self.mesh["dp"], [len(failures), len(samples)])
+        if total == 0:
+            raise UserError("all prompts are too long: lower --max_new_tokens")
+        if failed > self.max_failures * total:
+            raise UserError(f"{failed:g} of {total:g} samples failed, too many: {''.join(failures[:1])}")
+        return failed / total
 
     def compare(self, samples: list[Sample]):
         """Sets each token's advantage: its completion's in the group. A recipe may credit turns instead."""
+        if self.config.group_size < 2:
+            raise UserError("--group_size must be 2 or more: an advantage is relative to the group")
         scores = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
-        advantages = group_advantages(scores, self.config.group_size, self.config.normalize_std)
+        advantages = group_advantages(scores, self.config.group_size)
         for sample, advantage in zip(samples, advantages.tolist()):
             sample.tokens["advantage"] = advantage
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
         """Updates the actor --updates_per_step times, each on its share of the groups."""
+        self.check_failures(samples)
         failed = {sample.key[0] for sample in samples if sample.failure}
         whole = [sample for sample in samples if sample.key[0] not in failed]
         self.compare(whole)
@@ -796,15 +799,11 @@ class Trainer:
         shares = [[sample for sample in whole if sample.key[0] % count == i] for i in range(count)]
         updates = [self.micro_batches(share) for share in shares]
         with torch.no_grad():
-            for batch in sum(updates, []) if self.reference else []:
-                batch.ref_logprobs, _ = self.reference.logprobs(batch)
-                self.reference.reshard()  # its root would stay gathered during the update
             for batch in sum(updates[1:], []):  # the first update is on-policy: its own pass is the old one
-                exact = self.engine.exact
-                batch.old_logprobs = batch.engine_logprobs if exact else self.actor.model.logprobs(batch)[0]
+                batch.old_logprobs, _ = self.actor.model.logprobs(batch)
         history = []
         for batches in updates:
-            metrics = self.actor.backward(batches, self.loss)
+            metrics = self.actor.backward(batches, self.forward)
             self.check_engine(metrics["logprob_diff"])
             history.append(metrics | {"grad_norm": self.actor.step()})
         means = {name: np.mean([metrics[name] for metrics in history]) for name in history[0]}
@@ -813,24 +812,27 @@ class Trainer:
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
         """This rank's micro-batches of one optimizer step, as many as on every rank."""
         budget = self.config.tokens_per_micro_batch
-        trained = sum(sample.tokens["mask"].sum() for sample in samples)
-        set_weights(samples, self.config, *reduce_over(self.mesh["dp"], [len(samples), trained]))
-        always = self.config.kl_coef or self.config.entropy_coef  # else no advantage means no gradient
-        useful = [sample for sample in samples if always or sample.tokens["advantage"].any()]
+        set_weights(samples, *reduce_over(self.mesh["dp"], [len(samples)]))
+        useful = [one for one in samples if self.trains_all or one.tokens["advantage"].any()]
         (count,) = reduce_over(self.mesh["dp"], [len(pack(useful, budget, 1))], dist.ReduceOp.MAX)
         return [make_batch(part, self.config.device) for part in pack(useful, budget, int(count))]
 
-    def loss(self, batch: Batch) -> tuple[torch.Tensor, dict]:
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, dict]:
         """The loss of a micro-batch, and what to log the mean of, [N] each."""
         logprobs, entropy = self.actor.model.logprobs(batch)
         if batch.old_logprobs is None:
             batch.old_logprobs = logprobs.detach()
+        loss, stats = self.loss(logprobs, entropy, batch)
+        return loss, stats | {"logprob_diff": (batch.old_logprobs - batch.engine_logprobs).abs()}
+
+    def loss(self, logprobs, entropy, batch: Batch) -> tuple[torch.Tensor, dict]:
+        """The loss of a micro-batch, given [N] log-probs and entropies. A recipe may replace it."""
         return grpo_loss(logprobs, entropy, batch, self.config)
 
     def check_engine(self, gap: float):
         """Ends the run before the optimizer step if the engine's samples are not the actor's."""
-        if self.config.gate == "stop" and not gap <= BOUND[self.config.dtype]:
-            raise UserError(f"--gate: log-probs of engine and actor differ by {gap:.1e} nats per token")
+        if not gap <= BOUND[self.config.dtype]:
+            raise UserError(f"log-probs of engine and actor differ by {gap:.1e} nats per token")
 
     def publish(self):
         """Pushes the actor's weights into the engine."""
@@ -841,57 +843,55 @@ class Trainer:
         prompts = [(row, row) for row in range(self.rank, len(self.eval_data), self.ranks)]
         samples = self.sample(self.eval_data, prompts, 1, self.config.eval_temperature)
         total, count = reduce_over(self.mesh["dp"], [sum(sample.reward for sample in samples), len(samples)])
-        return {"eval_score": total / count}
+        return {"eval_failures": self.check_failures(samples), "eval_score": total / count}  # failed: 0
 
     def open_log(self):
-        """Makes the folder of the run."""
+        """Makes the folder of the run, which may hold an earlier part of this run, but no other one."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "metrics.jsonl").touch(exist_ok=bool(self.config.resume))  # no run is written over
+        if not self.is_resumed and any((self.folder / name).exists() for name in ("metrics.jsonl", "model")):
+            raise UserError(f"--output_dir {self.folder} already holds a run or a model; set another one")
         (self.folder / "config.json").write_text(json.dumps(asdict(self.config), indent=1))
-        wandb.init(project="grpo", config=asdict(self.config), dir=self.folder, mode=self.config.wandb)
-        missing = [name for name in EXTRAS.split() if not load_extra(name)]
-        without = f", without {', '.join(missing)} (extras/)" if missing else ""
-        tqdm.write(f"Training {self.config.model} on {self.config.data}{without}; output in {self.folder}")
+        tqdm.write(f"Training {self.config.model} on {self.config.data}; output in {self.folder}")
 
     def write(self, step: int, metrics: dict[str, float], samples: list[Sample]):
         """Logs a step from rank 0, with the samples of all ranks."""
-        mine = samples if self.mesh["tp"].get_local_rank() == 0 else []
         parts = [None] * dist.get_world_size() if RANK == 0 else None
+        mine = samples if self.mesh["tp"].get_local_rank() == 0 else []
         dist.gather_object([self.record(sample) for sample in mine], parts)
         if RANK > 0:
             return
         records = sorted(sum(parts, []), key=lambda record: record["key"])
         numbers = [record["metrics"] for record in records]
-        for name in {name: 0 for found in numbers for name in found}:
-            metrics[name] = np.mean([found[name] for found in numbers if name in found])
-        shown = [item.split(":") for item in SHOWN.split()]
-        line = [f"{name} {metrics[name]:{form}}" for name, form in shown if name in metrics]
+        for name in dict.fromkeys(name for found in numbers for name in found):
+            mean = float(np.mean([found[name] for found in numbers if name in found]))
+            metrics[f"sample_{name}" if name in metrics else name] = mean
+        line = [f"{name} {metrics[name]:.3g}" for name in SHOWN if name in metrics]
         tqdm.write(" | ".join([f"step {step}", *line]))
-        with open(self.folder / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"step": step} | metrics) + "\n")
-        with open(self.folder / "samples.jsonl", "a") as file:
-            file.writelines(json.dumps({"step": step} | record, default=str) + "\n" for record in records)
-        wandb.log(metrics, step=step)
+        finite = {name: float(x) if math.isfinite(x) else None for name, x in metrics.items()}
+        for name, rows in (("metrics.jsonl", [finite]), ("samples.jsonl", records)):
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps({"step": step} | row, default=str) + "\n" for row in rows)
 
     def record(self, sample: Sample) -> dict:
         """What samples.jsonl keeps of a sample; the metrics are averaged over the step."""
         metrics = {"reward": sample.reward, "response_length": int(sample.tokens["mask"].sum())}
-        metrics |= {"truncated": sample.truncated, "failures": bool(sample.failure)} | sample.metrics
-        content = {"row": sample.row, "text": sample.text, "failure": sample.failure}
-        return {"key": sample.key, "reward": sample.reward} | content | {"metrics": metrics}
+        metrics |= {"truncated": sample.truncated, "failures": bool(sample.failure)}
+        for name, number in sample.metrics.items():
+            metrics[f"sample_{name}" if name in metrics else name] = number
+        content = {"row": sample.row, "text": sample.text, "failure": sample.failure, "metrics": metrics}
+        return {"key": sample.key, "reward": sample.reward} | content
 
 
 def main(config=Config, dataset=RLDataset, reward_fn=reward_fn, env_step=env_step, trainer=Trainer):
     """Runs a training; a recipe passes what it replaces."""
     try:
-        for extra in filter(None, map(load_extra, EXTRAS.split())):  # each wraps those before it
-            trainer = extra.extend(trainer)
+        if (Path(__file__).parent / "extras/__init__.py").exists():
+            config, trainer = importlib.import_module("extras").extend(config, trainer)
         trainer(parse_flags(config, sys.argv[1:]), dataset, reward_fn, env_step).fit()
-    except UserError as error:
+    except (UserError, KeyboardInterrupt, ModuleNotFoundError) as error:
         time.sleep(2 * (LOCAL_RANK > 0))  # rank 0 speaks, and then torchrun ends the others
-        print(f"train.py: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"train.py: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr, flush=True)
         os._exit(2)  # at once: other ranks may be waiting for this one
-    dist.barrier()
     dist.destroy_process_group()
 
 

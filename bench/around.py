@@ -75,11 +75,11 @@ def make_samples(train, generator) -> list:
 
 def bare_trainer(train, folder: Path):
     """A trainer without model and engine, alone in its mesh."""
-    from extras import balance, monitor
+    from extras import add_flags, balance, monitor
 
     trainer_class = monitor.extend(balance.extend(train.Trainer))
     trainer = object.__new__(trainer_class)
-    trainer.config = train.Config(
+    trainer.config = add_flags(train.Config)(
         model="none",
         device="cpu",
         group_size=GROUP,
@@ -103,17 +103,14 @@ def new_side(repeats: int) -> list[dict]:
     import train
 
     train.tqdm.write = lambda text: None
-    train.wandb.log = lambda *_, **__: None
     trainer = bare_trainer(train, Path(tempfile.mkdtemp()))
-    config = trainer.config
     found = []
     for repeat in range(repeats + 1):
         part = Parts()
         samples = part("episodes' arrays", lambda: make_samples(train, np.random.default_rng(0)))
         samples = part("exchange of samples", lambda: exchange(samples))
         part("advantages", lambda: trainer.compare(samples))
-        trained = part("weights", lambda: sum(sample.tokens["mask"].sum() for sample in samples))
-        part("weights", lambda: train.set_weights(samples, config, len(samples), trained))
+        part("weights", lambda: train.set_weights(samples, len(samples)))
         # as Trainer.micro_batches does: once for this rank's count, once for that of all ranks
         useful = [sample for sample in samples if sample.tokens["advantage"].any()]
         part("packing", lambda: train.pack(useful, BUDGET, 1))

@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2Config, Qwen2ForCausalL
 import train
 from bench.measure import ASSETS, in_turn, options, seconds, show, write
 from bench.memory import make_actor, update
+from extras import add_flags
 from extras.compile import compile_layers
 from extras.local_engine import LocalEngine
 from extras.monitor import forward_flops, peak_flops
@@ -158,7 +159,7 @@ def main():
     )
     model = make_model(Path(tempfile.mkdtemp()), flags.shape)
     base = dict(model=model, tokens_per_micro_batch=flags.tokens, warmup_steps=0, engine="local")
-    config = train.Config(**base)
+    config = add_flags(train.Config)(**base)
     mesh = train.init_distributed(config)
     top = ceiling(getattr(torch, config.dtype), config.device)
     print(f"ceiling: {top / 1e12:.1f} TFLOP/s in {config.dtype}", flush=True)
@@ -167,7 +168,7 @@ def main():
         (True, True),
         (False, True),
     ] * train.GPU:
-        config = train.Config(**base, gradient_checkpointing=checkpointing, compile=compiled)
+        config = add_flags(train.Config)(**base, gradient_checkpointing=checkpointing, compile=compiled)
         rows.append(measure_update(config, mesh, flags.micro_batches, flags.rounds, top))
         show(rows[-1:])
     push = measure_push(config, mesh, flags.rounds)

@@ -181,8 +181,8 @@ class FaultyTrainer(train.Trainer):
             sample.metrics = {}
         return sample
 
-    def loss(self, batch):
-        loss, stats = super().loss(batch)
+    def forward(self, batch):
+        loss, stats = super().forward(batch)
         if FAULT == "nan" and is_spoiled() and dist.get_rank() == RANK:
             note()
             loss.register_hook(lambda gradient: gradient * float("nan"))

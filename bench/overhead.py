@@ -17,6 +17,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
+import extras
 import train
 from bench.measure import embedded_flags, options, show, write
 
@@ -61,12 +62,9 @@ class Clock:
 
 def make_trainer(**flags) -> train.Trainer:
     """The trainer of the embedded job, with all extras that are there."""
-    trainer_class = train.Trainer
-    for name in train.EXTRAS.split():
-        extra = train.load_extra(name)
-        trainer_class = extra.extend(trainer_class) if extra else trainer_class
+    config_class, trainer_class = extras.extend(train.Config, train.Trainer)
     flags = {"eval_every": 0, "output_dir": f"{tempfile.mkdtemp()}/run"} | flags
-    config = train.parse_flags(train.Config, embedded_flags(**flags))
+    config = train.parse_flags(config_class, embedded_flags(**flags))
     return trainer_class(config, train.RLDataset, train.reward_fn, train.env_step)
 
 

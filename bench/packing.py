@@ -15,8 +15,10 @@ import tempfile
 import torch
 from transformers import AttentionInterface
 
+import extras
 import train
 from bench.measure import embedded_flags, in_turn, options, ratio, show, write
+from extras import variants
 
 PROMPT, MEDIAN, SPREAD = 32, 100, 10  # tokens; the spread is that of the 90th over the 10th percentile
 SIGMA = torch.tensor(SPREAD).log().item() / (2 * 1.2815515)
@@ -36,7 +38,7 @@ def make_samples(count: int, config: train.Config) -> list[train.Sample]:
         sample.append(ids[PROMPT:], mask=1, logprob=-1.0)
         sample.tokens["advantage"] = (-1.0) ** i
         samples.append(sample)
-    train.set_weights(samples, config, count, sum(lengths))
+    variants.set_weights(samples, config, count, sum(lengths))
     return samples
 
 
@@ -109,7 +111,7 @@ def main():
     flags = options(__doc__, "packing", **extra)
     more = {"tokens_per_micro_batch": flags.budget, "output_dir": tempfile.mkdtemp(), "lr": 1e-9}
     sys.argv = ["train.py"]
-    config = train.parse_flags(train.Config, embedded_flags(**more))
+    config = train.parse_flags(extras.add_flags(train.Config), embedded_flags(**more))
     mesh = train.init_distributed(config)
     AttentionInterface.register("rectangle", rectangle_attention)
     samples = make_samples(flags.samples, config)

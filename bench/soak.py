@@ -99,7 +99,8 @@ class MeasuredTrainer(train.Trainer):
         start = time.perf_counter()
         metrics, samples = super().step()
         seconds = time.perf_counter() - start
-        self.measured[self.draws - 1] = [*measure(), cpu_seconds() - cpu, seconds]
+        row = self.prompts_drawn // self.config.prompts_per_step - 1
+        self.measured[row] = [*measure(), cpu_seconds() - cpu, seconds]
         return metrics, samples
 
 

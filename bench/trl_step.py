@@ -32,6 +32,7 @@ from transformers import TrainerCallback
 
 from bench import measure, overhead
 from bench.measure import embedded_flags
+from extras import add_flags
 from train import Config, RLDataset, Sample, parse_flags, reward_fn
 
 NEEDED = "trl==1.16.0"
@@ -314,7 +315,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         flags = {"lr": 1e-9, "warmup_steps": 0, "steps": rounds, "output_dir": f"{folder}/run"}
         sys.argv = ["train.py"]
-        config = parse_flags(Config, embedded_flags(**flags))
+        config = parse_flags(add_flags(Config), embedded_flags(**flags))
         ours = Ours(flags)
         sides = {"ours": ours}
         prompts = ours.trainer.prompts

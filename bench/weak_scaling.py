@@ -60,7 +60,6 @@ def new_rank(rank: int, processes: int) -> list[dict]:
 
     around.SAMPLES = SAMPLES
     train.tqdm.write = lambda text: None
-    train.wandb.log = lambda *_, **__: None
     trainer = around.bare_trainer(train, Path(tempfile.mkdtemp()))
     trainer.config.prompts_per_step = SAMPLES // around.GROUP * processes
     samples = around.make_samples(train, np.random.default_rng(rank))

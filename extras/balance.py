@@ -11,6 +11,7 @@ import os
 from copy import copy
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 
 CLOSE = 0.02  # of the mean: loads that differ by less are left alone
@@ -56,7 +57,10 @@ def extend(trainer_class: type) -> type:
             size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             tp = self.mesh["tp"].size()
             world = dist.get_world_size()
-            if not self.balanced or size // tp < 2 or size % tp or world % size:
+            sizes = torch.tensor([size, -size])
+            dist.all_reduce(sizes, dist.ReduceOp.MAX)  # machines may have different numbers of processes
+            largest, smallest = sizes[0].item(), -sizes[1].item()
+            if not self.balanced or largest != smallest or size // tp < 2 or size % tp or world % size:
                 return None
             firsts = [first + part for first in range(0, world, size) for part in range(tp)]
             groups = [list(range(first, first - first % size + size, tp)) for first in firsts]
@@ -66,11 +70,14 @@ def extend(trainer_class: type) -> type:
             """Micro-batches of about as many tokens as those of the other ranks of this machine."""
             return super().micro_batches(self.exchange(samples) if self.neighbors else samples)
 
+        def is_detailed(self, sample) -> bool:
+            """Whether a sample is logged token by token, and has to stay; extras/monitor.py knows."""
+            return False
+
         def exchange(self, samples: list) -> list:
-            """This rank's samples after the moves. Those that are logged token by token stay."""
+            """This rank's samples after the moves."""
             useful = [sample for sample in samples if sample.tokens["advantage"].any()]
-            shown = self.config.token_groups
-            movable = [one for one in useful if one.key[0] % self.config.prompts_per_step >= shown]
+            movable = [sample for sample in useful if not self.is_detailed(sample)]
             lengths = [len(sample.tokens) for sample in movable]
             load = sum(len(sample.tokens) for sample in useful)
             known = [None] * self.neighbors.size()

@@ -23,7 +23,8 @@ import socket
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tqdm import tqdm
 
 import train
-from train import UserError
+from train import UserError, flag
+
+
+@dataclass
+class Flags:
+    save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
+    resume: str = flag("", "checkpoint or run folder to continue; auto: that of --output_dir, if any")
+
 
 KEPT = 2  # the newest checkpoints of a run
 LOGS = ("metrics.jsonl", "samples.jsonl")
@@ -73,9 +81,9 @@ def find_checkpoint(resume: str, output_dir: str) -> Path | None:
     if resume == "auto" and not output_dir:
         raise UserError("--resume auto looks for checkpoints in --output_dir: set it, too")
     folder = Path(output_dir if resume == "auto" else resume)
-    if (folder / "state.json").exists():
+    if os.path.exists(folder / "state.json"):  # False, too, for a name that is too long
         return folder
-    found = checkpoints(folder)
+    found = checkpoints(folder) if os.path.isdir(folder) else []
     if not found and resume != "auto":
         raise UserError(f"--resume {resume} is neither a checkpoint nor a run with a checkpoint-STEP folder")
     return found[-1] if found else None
@@ -156,7 +164,7 @@ def claim_run(config) -> tuple[Lock, Path | None]:
     """
     checkpoint = find_checkpoint(config.resume, config.output_dir)
     parent = checkpoint.resolve().parent if checkpoint else None
-    run = Path(config.output_dir or parent or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
+    run = Path(config.output_dir or parent or time.strftime(train.FOLDER))
     lock = Lock(run)
     try:
         check_free(run, checkpoint, config.resume == "auto", bool(lock.unfinished))
@@ -180,6 +188,8 @@ def check_free(run: Path, checkpoint: Path | None, is_auto: bool, unfinished: bo
         has_started = unfinished or not (run / "model").exists()  # and may be started again
         if newest or not is_auto or not has_started:
             raise UserError(f"--output_dir {run} already holds a run; set another folder, or remove that one")
+    elif (run / "model").exists():
+        raise UserError(f"--output_dir {run} has a folder model, which the export would replace; set another")
 
 
 def check_shared(folder: Path):
@@ -433,6 +443,8 @@ def extend(trainer_class: type) -> type:
 class Resumable:
     """What `extend` puts in front of a trainer class."""
 
+    is_resumed = True  # claim_run has checked what the folder holds
+
     def __init__(self, config, *arguments):
         self.stop = Stop()
         self.lock = None
@@ -452,6 +464,7 @@ class Resumable:
         if config.save_every or checkpoint:
             check_shared(self.folder)
         self.saved_state = None  # of the last whole step
+        self.wandb_id = ""
         if checkpoint:
             self.load(checkpoint)
 
@@ -479,7 +492,9 @@ class Resumable:
         if train.RANK == 0:
             rest = "nothing is left to do" if self.first_step > self.config.steps else "the run continues"
             tqdm.write(f"{checkpoint}: {rest} after step {state['step']} of {self.config.steps}")
-        self.draws = state["draws"]
+        drawn = state.get("draws", 0) * state["flags"]["prompts_per_step"]  # of an older train.py
+        self.prompts_drawn = state.get("prompts_drawn", drawn)
+        self.prompts = islice(self.prompts, self.prompts_drawn, None)
         if hasattr(self, "monitor"):
             self.monitor = type(self.monitor)(asdict(self.config), **state["monitor"])
         self.remember(state["step"])
@@ -490,16 +505,17 @@ class Resumable:
 
     def remember(self, step: int):
         """Notes what a checkpoint needs, after a whole step: a rollout dropped later leaves no trace."""
-        has_wandb = wandb.run and self.config.wandb != "disabled"
+        if wandb.run:  # it has ended when the last step is logged
+            self.wandb_id = wandb.run.id
         lengths = {name: self.folder / name for name in LOGS if (self.folder / name).exists()}
         self.saved_state = {
             "step": step,
-            "draws": self.draws,
+            "prompts_drawn": self.prompts_drawn,
             "version": self.engine.version,
             "random": random_states(),
             "log": {name: path.stat().st_size for name, path in lengths.items()},
             "monitor": self.monitor.state() if hasattr(self, "monitor") else {},
-            "wandb": wandb.run.id if has_wandb else "",
+            "wandb": self.wandb_id,
             "flags": asdict(self.config),
         }
 
@@ -564,12 +580,6 @@ class Resumable:
             self.stop.check()
         return samples
 
-    def episode(self, sample, *arguments):
-        """An episode that a signal may drop.
-
-        It is a task, as tasks start in the order of the samples: otherwise the random numbers that a reward
-        function draws would go to other samples in every run.
-        """
-        loop = self.engine.loop
-        episode = self.stop.play(sample, super().episode(sample, *arguments))
-        return episode if loop.is_running() else loop.create_task(episode)
+    async def episode(self, sample, *arguments):
+        """An episode that a signal may drop."""
+        return await self.stop.play(sample, super().episode(sample, *arguments))

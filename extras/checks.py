@@ -1,8 +1,8 @@
 """Mistakes end a run early, with one line that names the flag, its value and what to do.
 
 `extend` checks the flags, the model, the data and the output folder before anything slow starts, ends a run
-in which too many samples fail or gradients are not finite, and turns errors of the machine (no memory, full
-disk, a lost process) into one line. Without this file train.py does the same work, and errors are tracebacks.
+whose gradients are not finite, and turns errors of the machine (no memory, full disk, a lost process) into
+one line. Without this file train.py does the same work, and most of these are tracebacks.
 """
 
 import argparse
@@ -13,27 +13,27 @@ import logging
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
-from datetime import timedelta
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 
 import jinja2
 import torch
-import torch.distributed as dist
-import wandb
+import torch.distributed.checkpoint as dcp
 from accelerate.utils import set_seed
 from huggingface_hub import snapshot_download
-from torch.distributed import distributed_c10d
+from safetensors import safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 from transformers.hf_argparser import HfArgumentParser
 
-from train import RANK, RLDataset, UserError, encode_prompt, reduce_over
+from train import RANK, RLDataset, Sample, UserError, empty_model, encode_prompt, flag, reduce_over
 
 POSITIVE = (
     "prompts_per_step group_size max_new_tokens max_turns temperature updates_per_step lr max_grad_norm "
@@ -49,12 +49,19 @@ FIRST_ROWS = 8  # of a dataset, made prompts before the run starts
 MAX_SKIPPED_STEPS = 5  # in a row, without a finite gradient
 GPU_FILE = Path("/dev/nvidia0")  # is there if the machine has a GPU and its driver
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-WANDB_SECONDS = 60  # for the last numbers of a run; without a limit wandb waits for its server for ever
+MANY_COMPLETIONS = 100_000  # of a step, of which a line warns
+REMINDER_SECONDS = 60  # of one call of reward_fn before a line says that it is still running
+
+
+@dataclass
+class Flags:
+    max_failures: float = flag(0.1, "largest share of failed samples in a step before the run ends")
 
 
 def brief(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, with the second where it only announces that one."""
+    first, *rest = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join([first, *map(str.strip, rest[: first.endswith(":")])])
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------
@@ -67,22 +74,27 @@ def raise_parser_error(parser: argparse.ArgumentParser, message: str):
     raise UserError(message)
 
 
+def declared(config, names: list[str]) -> list[str]:
+    """Those names that are flags: extras and recipes declare theirs."""
+    return [name for name in names if hasattr(config, name)]
+
+
 def check_config(config):
     """Raises UserError for values out of range, and for flags that contradict each other."""
-    for name in POSITIVE:
+    for name in declared(config, POSITIVE):
         if not 0 < getattr(config, name) < math.inf:
             raise UserError(f"--{name} must be above 0 and finite, not {getattr(config, name)}")
-    for name in NOT_NEGATIVE:
+    for name in declared(config, NOT_NEGATIVE):
         if not 0 <= getattr(config, name) < math.inf:
             raise UserError(f"--{name} must be 0 or more and finite, not {getattr(config, name)}")
+    if not 0 <= config.seed < 2**32:
+        raise UserError(f"--seed must be from 0 to 4294967295 (2**32 - 1), not {config.seed}")
     if config.group_size < 2 and compares_groups(config):
         raise UserError(
             f"--group_size must be 2 or more, not {config.group_size}: an advantage is relative to the group"
         )
     if config.steps == 0 and not (config.eval_data and config.eval_every):
         raise UserError("--steps 0 only evaluates: set --eval_data, and --eval_every above 0")
-    if config.reward_workers and sys.platform != "linux":
-        raise UserError(f"--reward_workers {config.reward_workers} requires Linux; set it to 0")
     check_engine_flags(config)
     check_secrets(config)
 
@@ -135,8 +147,6 @@ def check_processes(config):
     tp = config.tp_size
     if local % tp:
         raise UserError(f"--tp_size {tp} does not divide the number of processes, {local} per machine")
-    if config.compile and tp > 1:  # torch 2.13 and 2.14: endless recursion over DTensors of changing lengths
-        raise UserError("--compile: torch cannot compile tensor-parallel layers; set --tp_size 1")
     ranks = world // tp
     if ranks % config.dp_replicate:
         raise UserError(
@@ -170,7 +180,12 @@ def check_gpu(config, arguments: list[str]):
 def check_output(config):
     """Raises UserError for an output folder that holds a run, or cannot be written."""
     folder = Path(config.output_dir or "runs")
-    if not config.resume and (folder / "metrics.jsonl").exists():
+    try:
+        for path in (folder / "metrics.jsonl", *map(Path, folder.parts)):
+            path.exists()
+    except OSError as error:  # a name is too long, or a parent cannot be searched
+        raise UserError(f"--output_dir cannot be written ({error.strerror}): {folder}") from error
+    if not getattr(config, "resume", "") and (folder / "metrics.jsonl").exists():
         raise UserError(f"--output_dir {folder} already holds a run; choose another folder, or --resume it")
     existing = folder.absolute()
     while not existing.exists():
@@ -195,6 +210,8 @@ def check_model(config) -> tuple[str, int]:
         raise UserError(f"--model {name} has no weights: no *.safetensors in {path}")
     if getattr(found, "use_sliding_window", False):
         raise UserError(f"--model {name} uses sliding-window attention, which is not implemented")
+    if getattr(found, "quantization_config", None):
+        raise UserError(f"--model {name} is quantized; training needs the weights it was made from")
     for size in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
         if getattr(found, size) % config.tp_size:
             raise UserError(
@@ -208,6 +225,35 @@ def check_model(config) -> tuple[str, int]:
             "tokens; lower it"
         )
     return path, room
+
+
+def check_weights(path: str):
+    """Raises UserError if a model's folder lacks weights; reads only the headers of its files."""
+    index = Path(path) / "model.safetensors.index.json"
+    names = sorted(file.name for file in Path(path).glob("*.safetensors"))
+    used = "config.json"
+    try:
+        model = empty_model(path)
+        for used in names:
+            with safe_open(Path(path) / used, "pt"):
+                pass
+        metadata = dcp.HuggingFaceStorageReader(path).read_metadata()  # load_policy reads these tensors
+        used = index.name
+        listed = json.loads(index.read_text()).get("weight_map", {}) if index.exists() else {}
+    except Exception as error:
+        raise UserError(f"--model {path}: {used} is damaged ({brief(error)}); download it again") from error
+    files = {one.fqn: Path(info.relative_path).name for one, info in metadata.storage_data.items()}
+    for name, weight in model.named_parameters():
+        found = metadata.state_dict_metadata.get(name)
+        is_tied = name == "lm_head.weight" and model.config.tie_word_embeddings
+        if not found and not is_tied:
+            file = listed.get(name, names[0] if len(names) == 1 else "*.safetensors")
+            raise UserError(f"--model {path}: {file} lacks {name}; download it again")
+        if found and found.size != weight.shape:
+            raise UserError(
+                f"--model {path}: {name} in {files[name]} has the shape {[*found.size]}; config.json asks "
+                f"for {[*weight.shape]}"
+            )
 
 
 def check_tokenizer(path: str):
@@ -229,13 +275,22 @@ def check_tokenizer(path: str):
 
 
 def check_source(name: str, source: str):
-    """Raises UserError if a source can only be a typing error, or has a row that is not JSON."""
-    file = Path(source.partition(":")[0])
-    if file.suffix not in (".json", ".jsonl", ".parquet") and (file.is_file() or "/" not in str(file)):
+    """Raises UserError if a source can only be a mistake. Given /a/b.txt, `datasets` would read all of /a."""
+    file = source.partition(":")[0]
+    is_path = os.path.isfile(file) or os.path.isabs(file) or "/" not in file
+    if is_path and not file.endswith((".json", ".jsonl", ".parquet")):
         raise UserError(
             f"{name} {source} is neither a .jsonl, .json or .parquet file nor owner/name[/config] on the Hub"
         )
-    text = file.read_text(encoding="utf-8-sig") if file.suffix in (".json", ".jsonl") else "["
+
+
+def check_json(name: str, source: str):
+    """Raises UserError if a file is not UTF-8, or has a row that is not JSON."""
+    file = Path(source.partition(":")[0])
+    try:
+        text = file.read_text(encoding="utf-8-sig") if file.suffix in (".json", ".jsonl") else "["
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} {source} is not UTF-8 at byte {error.start}; save it as UTF-8") from error
     lines = [] if text.lstrip().startswith("[") else text.split("\n")
     for number, line in enumerate(lines, 1):
         try:
@@ -253,14 +308,17 @@ def checked(dataset_class: type, config, tokenizer, room: int) -> type:
         def __init__(self, source: str):
             name = "--eval_data" if source == config.eval_data and source != config.data else "--data"
             self.flag = f"{name} {source}"
+            is_plain = dataset_class.__init__ is RLDataset.__init__
             try:
+                if is_plain:
+                    check_source(name, source)
                 super().__init__(source)
                 count = len(self)
             except UserError:
                 raise
             except Exception as error:
-                if dataset_class.__init__ is RLDataset.__init__ and not isinstance(error, OSError):
-                    check_source(name, source)
+                if is_plain and not isinstance(error, OSError):
+                    check_json(name, source)
                 raise UserError(f"{self.flag} cannot be read, or is empty: {brief(error)}") from error
             if count == 0:
                 raise UserError(f"{self.flag} has no rows")
@@ -273,7 +331,7 @@ def checked(dataset_class: type, config, tokenizer, room: int) -> type:
 
         def __getitem__(self, index: int):
             try:
-                return super().__getitem__(index)
+                sample = super().__getitem__(index)
             except UserError:
                 raise
             except Exception as error:
@@ -283,17 +341,44 @@ def checked(dataset_class: type, config, tokenizer, room: int) -> type:
                     f"{self.flag}: row {index} cannot be made a prompt: {type(error).__name__}: "
                     f"{brief(error)}; see {dataset_class.__name__}.__getitem__"
                 ) from error
+            if not isinstance(sample, Sample):
+                found = "None" if sample is None else f"a {type(sample).__name__}"
+                raise UserError(
+                    f"{self.flag}: {dataset_class.__name__}.__getitem__ returned {found} for row {index}; it "
+                    "must return a Sample"
+                )
+            for field, value in vars(sample).items():
+                try:
+                    deepcopy(value)
+                except Exception as error:
+                    raise UserError(
+                        f"{self.flag}: row {index}: sample.{field} cannot be copied for each completion: "
+                        f"{brief(error)}; create it in env_step or reward_fn instead"
+                    ) from error
+            return sample
 
         def prompt_length(self, index: int) -> int:
             """Tokens of a row's prompt."""
             messages = self[index].messages
+            is_list = isinstance(messages, list)
+            if not is_list or not all(isinstance(one, dict) and "role" in one for one in messages):
+                raise UserError(
+                    f"{self.flag}: sample.messages of row {index} must be a list such as "
+                    f'[{{"role": "user", "content": "Hi"}}], not {messages!r:.60}'
+                )
             try:
-                return len(encode_prompt(tokenizer, messages))
+                length = len(encode_prompt(tokenizer, messages))
             except Exception as error:
                 raise UserError(
                     f"{self.flag}: the prompt of row {index} does not fit the chat template: "
                     f"{type(error).__name__}: {brief(error)}"
                 ) from error
+            if length == 0:
+                raise UserError(
+                    f"{self.flag}: the prompt of row {index} has no tokens; see the tokenizer and the chat "
+                    "template of --model"
+                )
+            return length
 
     return CheckedDataset
 
@@ -303,14 +388,13 @@ def explain(error: BaseException) -> str:
     """One line for an error whose traceback would not help; else ""."""
     if isinstance(error, UserError | ConnectionError | TimeoutError):
         return " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted by Ctrl-C"
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"{brief(error).partition('. ')[0]}: lower --tokens_per_micro_batch, or mem_fraction_static in "
             "--sglang_args, or set --offload True; python -m tools.plan counts what fits"
         )
-    if isinstance(error, shutil.Error):  # of copytree: a list of all files that could not be copied
-        source, target, reason = error.args[0][0]
-        return f"{target} could not be written: {reason}"
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return f"{error.strerror}: {error.filename or 'a file of this run'}; free space, and --resume the run"
     if isinstance(error, jinja2.TemplateError):
@@ -346,7 +430,7 @@ def one_line_errors():
     """Makes UserErrors of errors that have an explanation, and reports every error to torchrun."""
     try:
         yield
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         line = explain(error)
         report_to_torchrun(line or f"{type(error).__name__}: {brief(error)}")
         if not line:
@@ -358,51 +442,44 @@ def one_line_errors():
         raise UserError(line) from error
 
 
-def set_timeouts(seconds: float):
-    """Sets how long ranks wait for each other, in every process group."""
-    limit = timedelta(seconds=seconds)
-    set_timeout = (
-        getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-    )  # public in torch 2.14
-    for group in list(distributed_c10d._world.pg_map):
-        set_timeout(limit, group)
+def with_reminders(reward_fn):
+    """The same function; a line names the place where one call has blocked its rank for 1, 2, 4, ... minutes.
 
+    An async function that waits blocks nothing and has --reward_timeout. Uses SIGALRM, unless reward_fn does.
+    """
 
-@contextmanager
-def wandb_or_offline():
-    """Makes wandb.init log offline where its server cannot be reached. A refused key is a UserError."""
-    init = wandb.init
+    @wraps(reward_fn)
+    def call(sample):
+        is_free = signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+        if not is_free or threading.current_thread() is not threading.main_thread():
+            return reward_fn(sample)
+        start = time.monotonic()
 
-    def init_or_offline(mode: str, **options):
-        options["settings"] = wandb.Settings(finish_timeout=WANDB_SECONDS)
+        def remind(number, frame):
+            frames = [frame]  # from the innermost one to that of call
+            while frames[-1].f_code is not call.__code__:
+                frames.append(frames[-1].f_back)
+            file = frames[-2:][0].f_code.co_filename  # that of reward_fn
+            line = next(one.f_lineno for one in frames if one.f_code.co_filename == file)
+            seconds = time.monotonic() - start
+            with suppress(RuntimeError):  # reward_fn itself was printing
+                tqdm.write(
+                    f"rank {RANK}: reward_fn has been running for {seconds:.0f} s, now at {file}:{line}, and "
+                    "everything else waits for it; make it async, or set --reward_workers"
+                )
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
         try:
-            return init(mode=mode, **options)
-        except (wandb.errors.AuthenticationError, wandb.errors.UsageError) as error:
-            raise UserError(f"--wandb {mode}: {brief(error)}") from error
-        except wandb.Error as error:
-            folder = options.get("dir")
-            tqdm.write(f"wandb: {brief(error)}; logged in {folder}/wandb, for `wandb sync` to send later")
-            return init(mode="offline", **options)
+            signal.signal(signal.SIGALRM, remind)
+            signal.setitimer(signal.ITIMER_REAL, REMINDER_SECONDS)
+            return reward_fn(sample)
+        finally:
+            if signal.getsignal(signal.SIGALRM) is remind:  # not one that reward_fn has installed
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)  # first: remind would set the timer again
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
-    wandb.init = init_or_offline
-    try:
-        yield
-    finally:
-        wandb.init = init
-
-
-def check_failures(samples: list, share: float, mesh):
-    """Raises UserError on all ranks if more than this share of all ranks' samples failed."""
-    failures = [sample.failure for sample in samples if sample.failure]
-    parts = [None] * mesh.size()
-    dist.all_gather_object(parts, (len(failures), len(samples), failures[:1]), group=mesh.get_group())
-    failed = sum(part[0] for part in parts)
-    total = sum(part[1] for part in parts)
-    if failed > share * total:
-        first = next(failure for part in parts for failure in part[2])
-        raise UserError(
-            f"{failed} of {total} samples failed (--max_failures {share:g}), the first one: {first}"
-        )
+    return call
 
 
 def extend(trainer_class: type) -> type:
@@ -422,10 +499,14 @@ def extend(trainer_class: type) -> type:
                 if RANK == 0:
                     check_output(config)
                 path, room = check_model(config)
+                check_weights(path)
+                isolated = getattr(config, "reward_workers", 0)
+                reward_fn = reward_fn if isolated else with_reminders(reward_fn)
                 dataset_class = checked(dataset_class, config, check_tokenizer(path), room)
                 super().__init__(config, dataset_class, reward_fn, env_step)
-                set_timeouts(3 * config.engine_timeout)
-                set_seed(config.seed + RANK)  # now: SGLang has drawn its ports from Python's generator
+                seed = (config.seed + RANK) % 2**32
+                set_seed(seed)  # now: SGLang has drawn its ports from Python's generator
+            self.max_failures = config.max_failures
             self.skipped_prompts = 0  # of this rank's rollout
             self.skipped_steps = 0  # in a row
 
@@ -435,40 +516,31 @@ def extend(trainer_class: type) -> type:
 
         def open_log(self):
             try:
-                with wandb_or_offline():
-                    super().open_log()
+                super().open_log()
             except OSError as error:
                 raise UserError(f"--output_dir {self.folder} cannot be written: {error}") from error
+            completions = self.config.prompts_per_step * self.config.group_size
+            if completions > MANY_COMPLETIONS:
+                tqdm.write(
+                    f"Each step samples {completions:,} completions (--prompts_per_step times --group_size), "
+                    "and may take hours; a --group_size of 8 to 64 is common"
+                )
 
         def sample(self, dataset, prompts: list, group_size: int, temperature: float) -> list:
             samples = super().sample(dataset, prompts, group_size, temperature)
             self.skipped_prompts = len(prompts) - len(samples) // group_size
-            self.sampled = samples
             return samples
-
-        async def score(self, sample):
-            try:
-                await super().score(sample)
-            except TimeoutError as error:
-                limit = self.config.reward_timeout
-                raise TimeoutError(
-                    str(error) or f"reward_fn took over {limit:g} s (--reward_timeout)"
-                ) from error
 
         async def episode(self, sample, temperature: float):
             sample = await super().episode(sample, temperature)
             if sample.failure.rstrip().endswith("TimeoutError"):  # without a message: of the core's own limit
-                limit = self.config.reward_timeout
-                sample.failure = f"TimeoutError: env_step took over {limit:g} s (--reward_timeout)"
+                limit = f"{self.config.reward_timeout:g} s (--reward_timeout)"
+                sample.failure = f"TimeoutError: reward_fn or env_step took over {limit}"
             return sample
 
         def learn(self, samples: list) -> dict[str, float]:
             """The update, if enough samples could be scored."""
-            dp = self.mesh["dp"]
-            skipped, total = reduce_over(dp, [self.skipped_prompts, len(samples)])
-            if total == 0:
-                raise UserError("all prompts of this step are too long; lower --max_new_tokens")
-            check_failures(samples, self.config.max_failures, dp)
+            (skipped,) = reduce_over(self.mesh["dp"], [self.skipped_prompts])
             metrics = super().learn(samples)
             self.skipped_steps = 0 if math.isfinite(metrics["grad_norm"]) else self.skipped_steps + 1
             if self.skipped_steps >= MAX_SKIPPED_STEPS:
@@ -477,14 +549,6 @@ def extend(trainer_class: type) -> type:
                     "nothing: lower --lr, or see the rewards in samples.jsonl"
                 )
             return metrics | ({"skipped_prompts": skipped} if skipped else {})
-
-        def evaluate(self) -> dict[str, float]:
-            try:
-                metrics = super().evaluate()
-            except ZeroDivisionError as error:
-                raise UserError("all prompts of --eval_data are too long; lower --max_new_tokens") from error
-            check_failures(self.sampled, self.config.max_failures, self.mesh["dp"])
-            return metrics
 
         def write(self, step: int, metrics: dict[str, float], samples: list):
             try:

@@ -2,9 +2,17 @@
 
 Graphs have dynamic shapes, because every micro-batch has another length. Attention over packed samples stays
 outside of them (train.packed_attention). The first step takes about a minute longer. Tensor-parallel layers
-cannot be compiled so: torch 2.13 recurses without end, and extras/checks.py refuses it. Without this file the
-flag does nothing.
+cannot be compiled this way: torch 2.13 and 2.14 recurse endlessly over DTensors of changing lengths.
 """
+
+from dataclasses import dataclass
+
+from train import UserError, flag
+
+
+@dataclass
+class Flags:
+    compile: bool = flag(False, "torch.compile of each layer")
 
 
 def compile_layers(model):
@@ -18,10 +26,11 @@ def extend(trainer_class: type) -> type:
 
     class CompilingTrainer(trainer_class):
         def __init__(self, config, *arguments):
+            if config.compile and config.tp_size > 1:
+                raise UserError("--compile: torch cannot compile tensor-parallel layers; set --tp_size 1")
             super().__init__(config, *arguments)
-            if config.compile:
-                compile_layers(self.actor.model)
-                if self.reference:
-                    compile_layers(self.reference)
+            models = [self.actor.model, getattr(self, "reference", None)] if config.compile else []
+            for model in filter(None, models):
+                compile_layers(model)
 
     return CompilingTrainer

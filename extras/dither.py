@@ -8,15 +8,23 @@ cell. Rounded, all are what they were; but now an update by a hundredth of a cel
 hundred by a whole cell, which is right on average. Quantizers of sound and images call this dither.
 
 Weights that are no bf16 numbers stay as they are, and so do the reference, frozen weights, and all weights
-in fp32. Without this file the flag does nothing.
+in fp32.
 """
 
+from dataclasses import dataclass
 from zlib import crc32
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from train import flag
+
 HALF = 2**15  # of a rounding cell, in units of the last bit of fp32
+
+
+@dataclass
+class Flags:
+    dither: bool = flag(True, "weights of a bfloat16 run start anywhere in their rounding cells")
 
 
 def dither(weight: torch.Tensor, generator: torch.Generator):

@@ -25,18 +25,24 @@ import time
 from collections import Counter
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import train
-from train import BOUND, UserError
+from train import BOUND, UserError, flag
 
 PROMPTS = 8  # of a probe
 TOKENS = 8  # per prompt of a probe
 DRAWS = 512  # single tokens, drawn to see the tail of a distribution
 SHARE = 0.05  # of the time of the steps so far that probes after pushes may take
+
+
+@dataclass
+class Flags:
+    gate: Literal["stop", "warn", "off"] = flag("stop", "reaction to log-probs that differ in the engine")
 
 
 @dataclass

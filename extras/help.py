@@ -1,14 +1,15 @@
 """--help in groups, a flag per paragraph, with the flags that people change first.
 
-The groups are the comments between the fields of Config; the flags of a recipe come before them.
+The groups are the comments between the fields of Config, and the files in extras/ that add flags; the flags
+of a recipe come before them.
 """
 
 import inspect
-import os
 import re
 import shutil
 import sys
 import textwrap
+from dataclasses import fields
 
 from transformers.hf_argparser import HfArgumentParser
 
@@ -22,15 +23,21 @@ USAGE = "usage: torchrun --standalone --nproc_per_node=N {} [--FLAG VALUE ...]"
 
 
 def groups_of(config_class: type) -> dict[str, list[str]]:
-    """Titles -> names of flags: the most important ones, then those of a recipe, then the rest by comment."""
-    groups = {"the flags that people change": list(FIRST), "flags of this recipe": []}
+    """Titles -> names of flags: the most important, those of a recipe, of the core by comment, of extras."""
+    names = {field.name for field in fields(config_class)}
+    groups = {"the flags that people change": [name for name in FIRST if name in names]}
+    groups["flags of this recipe"] = []
     for owner in config_class.__mro__:
+        if "__dataclass_fields__" not in vars(owner) or not vars(owner).get("__annotations__"):
+            continue
         title = "flags of this recipe"
-        for line in inspect.getsource(owner).splitlines() if issubclass(owner, train.Config) else ():
+        if owner.__module__.startswith("extras."):
+            title = owner.__module__.replace(".", "/") + ".py"
+        for line in inspect.getsource(owner).splitlines():
             comment = re.fullmatch(r"    # (.+)", line)
             title = comment[1] if comment and owner is train.Config else title
             name = re.match(r"    (\w+): ", line)
-            if name and not any(name[1] in names for names in groups.values()):
+            if name and not any(name[1] in known for known in groups.values()):
                 groups.setdefault(title, []).append(name[1])
     return {title: names for title, names in groups.items() if names}
 
@@ -39,20 +46,20 @@ def format_help(parser: HfArgumentParser) -> str:
     """The text of --help."""
     width = min(shutil.get_terminal_size().columns, 110)
     actions = {action.dest: action for action in reversed(parser._actions)}  # without --no_NAME
-    here = os.path.relpath(train.EMBEDDED.parent)
     module = sys.modules["__main__"].__spec__  # set by python -m
     recipe = (sys.modules["__main__"].__doc__ or "") if module else ""
     lines = [
         recipe,
         USAGE.format(f"-m {module.name}" if module else parser.prog),
         "",
-        "--help shows this and exits. Defaults stand in brackets.",
+        "--help shows this and exits. Defaults stand in brackets. Without a GPU and",
+        "without --model, assets/embedded.json sets others.",
     ]
     for title, names in groups_of(parser.dataclass_types[0]).items():
         lines += ["", f"{title}:"]
         for name in names:
             choices = f": {', '.join(actions[name].choices)}" if actions[name].choices else ""
-            default = str(actions[name].default).replace(here, "assets") or "empty"
+            default = actions[name].default if actions[name].default != "" else "empty"
             text = f"{actions[name].help}{choices} [{default}]"
             indent = " " * 27
             lines += textwrap.wrap(

@@ -116,7 +116,6 @@ class LocalEngine:
         self.loop = asyncio.new_event_loop()
         tp = mesh["tp"]
         self.share = slice(tp.get_local_rank(), None, tp.size())  # prompts of its group that this rank plays
-        self.exact = config.dtype == "float32"  # log-probs equal the actor's, up to the order of sums
         self.vocab_size = len(tokenizer)
         self.version = 0  # pushes so far
         self.device = config.device

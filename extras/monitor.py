@@ -16,7 +16,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import train
-from train import RANK, reduce_over
+from train import RANK, flag, reduce_over
 
 # Dense bf16 FLOP/s per card, by a part of its name (from the makers' data sheets). Other cards have no MFU.
 PEAKS = {
@@ -56,6 +56,11 @@ NO_SIGNAL = 0.5
 WORSE_FACTOR = 1.5
 WORSE_BY = 0.05
 FORGET_AFTER = 10
+
+
+@dataclass
+class Flags:
+    token_groups: int = flag(2, "groups per step with per-token details in samples.jsonl")
 
 
 def forward_flops(config, lengths: list[int], trained: int) -> float:
@@ -383,7 +388,7 @@ def extend(trainer_class: type) -> type:
             self.seconds["push"] += time.perf_counter() - start
 
         def learn(self, samples: list) -> dict[str, float]:
-            """The update. Backward passes begin with the first call of `loss`, after all other log-probs."""
+            """The update. Backward passes begin with the first `forward`, after all other log-probs."""
             start = time.perf_counter()
             self.update_began = None
             self.tokens = 0
@@ -403,12 +408,12 @@ def extend(trainer_class: type) -> type:
             self.tokens += sum(batch.ids.numel() for batch in batches if batch.samples)
             return batches
 
-        def loss(self, batch):
+        def forward(self, batch):
             if self.update_began is None:
                 if torch.cuda.is_available():
                     torch.cuda.synchronize()  # log-probs may still be on their way
                 self.update_began = time.perf_counter()
-            loss, stats = super().loss(batch)
+            loss, stats = super().forward(batch)
             gaps = stats["logprob_diff"] * (batch.weights > 0)  # a filler has none
             self.gaps.append(gaps.max())  # on its device: this waits for nothing
             if any(map(self.is_detailed, batch.samples)):

@@ -1,15 +1,22 @@
 """--offload True: the actor, its optimizer and the reference are in CPU memory while the engine samples.
 
 During a push only the parameters are on the GPU beside the engine: the optimizer's state and the reference
-leave before it. Without this file the flag does nothing, and everything stays on the GPU.
+leave before it.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from train import Actor
+from train import Actor, flag
 
 AWAY = "cpu"  # where everything is while the engine samples
+
+
+@dataclass
+class Flags:
+    offload: bool = flag(False, "actor and optimizer in CPU memory during rollouts")
 
 
 def move_optimizer(optimizer, device: str):

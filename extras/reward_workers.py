@@ -34,9 +34,12 @@ import sysconfig
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from train import UserError, flag
 
 GRACE = 5.0  # seconds beyond --reward_timeout after which the worker of an async reward_fn is killed
 STREAK = 5  # after this many lost workers in a row, samples that still wait fail without a call
@@ -46,26 +49,17 @@ FORK = 0  # request to the nursery; any other number is the pid of a worker to k
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
+@dataclass
+class Flags:
+    reward_workers: int = flag(0, "processes per rank for reward_fn; 0: the trainer's own process")
+
+
 class RewardError(Exception):
     """A call of reward_fn that gave no reward."""
 
 
 class WorkerLost(RewardError):
     """The worker died, or was killed because it did not answer."""
-
-
-def isolate(reward_fn, config):
-    """An async reward_fn that calls the given one in workers; what it changes in a sample is sample.metrics.
-
-    It waits for a free worker, so its caller must not limit its time: --reward_timeout applies in the worker.
-    """
-    workers = RewardWorkers(reward_fn, config)
-
-    async def isolated_reward_fn(sample):
-        result, sample.metrics = await workers.call(sample)
-        return result
-
-    return isolated_reward_fn
 
 
 class Worker:
@@ -98,8 +92,6 @@ class RewardWorkers:
 
     def __init__(self, reward_fn, config):
         if sys.platform != "linux":
-            from train import UserError
-
             raise UserError("--reward_workers requires Linux; set it to 0")
         call = getattr(reward_fn, "__call__", None)  # of an object that is called like a function
         self.shared = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)
@@ -222,8 +214,6 @@ class RewardWorkers:
         except OSError:
             answer = b""
         if not answer:
-            from train import UserError
-
             raise UserError("the process that forks the reward workers has died; set --reward_workers to 0")
         return int.from_bytes(answer, "big", signed=True)
 
@@ -242,8 +232,6 @@ def to_request(sample) -> bytes:
     try:
         return pickle.dumps(sample)
     except Exception as error:
-        from train import UserError
-
         raise UserError(
             f"a sample cannot be sent to a reward worker ({describe(error)}): keep in sample.state only what "
             "can be pickled, or set --reward_workers to 0"
@@ -415,3 +403,28 @@ def place(error: BaseException) -> str:
         if not frame.filename.startswith((*packages, __file__, "<frozen")):
             return f" ({frame.filename}:{frame.lineno})"
     return ""
+
+
+def extend(trainer_class: type) -> type:
+    """A trainer whose reward_fn may run in workers; what it changes in a sample is sample.metrics."""
+
+    class WorkersTrainer(trainer_class):
+        workers = None
+
+        def __init__(self, config, dataset_class, reward_fn, env_step):
+            if config.reward_workers:  # first: threads, connections and GPUs do not survive a fork
+                self.workers = RewardWorkers(reward_fn, config)
+                reward_fn = self.call_worker
+            super().__init__(config, dataset_class, reward_fn, env_step)
+            if self.workers and self.reward_fn != self.call_worker:
+                raise UserError(
+                    "--reward_workers: this recipe replaces reward_fn; let it pass its own to main"
+                )
+            if self.workers:
+                self.reward_timeout = None  # it applies in the worker: a call also waits for a free one
+
+        async def call_worker(self, sample):
+            result, sample.metrics = await self.workers.call(sample)
+            return result
+
+    return WorkersTrainer

@@ -24,8 +24,9 @@ from packaging.version import Version
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from extras.watchdog import Patience
-from train import UserError
+from train import UserError, load_extra
+
+watchdog = load_extra("watchdog", "--engine http")
 
 MAX_FAILURES = 3  # broken responses to one request before its server is given up
 MAX_ABORTS = 100  # of one request, by the pushes of an old SGLang; beyond that, the request is at fault
@@ -112,7 +113,7 @@ class Server:
     def __init__(self, url: str, timeout: float, backend: str):
         self.url = url
         self.backend = backend
-        self.patience = Patience(url, timeout)
+        self.patience = watchdog.Patience(url, timeout)
         self.open_requests = 0  # of this rank
         self.failure = ""  # why it was given up
         self.session = None
@@ -248,8 +249,6 @@ class ServerEngine:
     lost, a sample is not. Rank 0 broadcasts the weights.
     """
 
-    exact = False  # SGLang's kernels are not the actor's: log-probs differ by more than the order of sums
-
     def __init__(self, path: str, tokenizer, mesh, config):
         self.config = config
         self.version = 0
@@ -267,7 +266,8 @@ class ServerEngine:
         urls = parse_urls(config.engine)
         first = dist.get_rank() % len(urls)  # among equally busy servers, each rank prefers another one
         backend = "nccl" if config.device == "cuda" else "gloo"
-        self.servers = [Server(url, config.engine_timeout, backend) for url in urls[first:] + urls[:first]]
+        timeout = getattr(config, "engine_timeout", watchdog.Flags.engine_timeout)
+        self.servers = [Server(url, timeout, backend) for url in urls[first:] + urls[:first]]
         # SGLang's process groups would otherwise wait at torchrun's store.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,8 +1,9 @@
 """--engine_timeout: a colocated SGLang that dies, freezes or does not start ends the run with one line.
 
-`extend` gives train.py an SGLangEngine in which every wait for SGLang has a limit. Without this file the
-trainer works the same, but a frozen SGLang blocks it forever, a dead one kills it without a message, and a
-SIGTERM to the run also reaches SGLang's processes, so that the run cannot finish its step.
+`extend` gives train.py an SGLangEngine in which every wait for SGLang has a limit; ranks wait for each other
+three times as long. Without this file the trainer works the same, but a frozen SGLang blocks it forever, a
+dead one kills it without a message, and a SIGTERM to the run also reaches SGLang's processes, so that the run
+cannot finish its step.
 """
 
 import asyncio
@@ -15,12 +16,25 @@ import threading
 import time
 from collections.abc import Awaitable
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import active_children, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import train
+from train import flag
+
 START_SECONDS = 900.0  # the least that SGLang gets to load a model and compile its kernels
 BUSY_SECONDS = 30.0
+
+
+@dataclass
+class Flags:
+    engine_timeout: float = flag(1800, "seconds without a response before SGLang is considered dead")
 
 
 # ---- Waiting with a limit --------------------------------------------------------------------------------
@@ -205,9 +219,21 @@ def watch(engine_class: type) -> type:
     return WatchedEngine
 
 
-def extend(trainer_class: type) -> type:
-    """The same trainer, in which a colocated SGLang is watched."""
-    import train
+def set_timeouts(seconds: float):
+    """Sets how long ranks wait for each other, in every process group."""
+    limit = timedelta(seconds=seconds)
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.14
+    for group in list(distributed_c10d._world.pg_map):
+        set_timeout(limit, group)
 
+
+def extend(trainer_class: type) -> type:
+    """A trainer in which a colocated SGLang is watched."""
     train.SGLangEngine = watch(train.SGLangEngine)
-    return trainer_class
+
+    class WatchedTrainer(trainer_class):
+        def __init__(self, config, *arguments):
+            super().__init__(config, *arguments)
+            set_timeouts(3 * config.engine_timeout)
+
+    return WatchedTrainer

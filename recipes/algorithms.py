@@ -12,6 +12,8 @@ recipes/trainer.py applies them. A reward_fn may return a list, one number per t
 from dataclasses import dataclass
 from typing import Literal
 
+from extras.variants import Flags
+from recipes.problems import ProblemDataset, reward_fn
 from recipes.trainer import AlgorithmTrainer
 from train import Config, UserError, flag, main
 
@@ -76,7 +78,7 @@ ALGORITHMS = {  # what a row does not mention is as in COMMON
 
 
 @dataclass
-class AlgorithmConfig(Config):
+class AlgorithmConfig(Config, Flags):
     """The core's flags, and the columns of the table; None: as the row says."""
 
     algo: Literal[tuple(ALGORITHMS)] = flag("grpo", "row of the table of algorithms")
@@ -153,4 +155,4 @@ class AlgorithmConfig(Config):
 
 
 if __name__ == "__main__":
-    main(AlgorithmConfig, trainer=AlgorithmTrainer)
+    main(AlgorithmConfig, ProblemDataset, reward_fn, trainer=AlgorithmTrainer)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recipes.problems import ProblemDataset, reward_fn
 from train import Config, Trainer, UserError, flag, main, reduce_over
 
 
@@ -56,24 +57,16 @@ class Evaluator(Trainer):
         size = self.config.eval_samples
         prompts = [(row, row) for row in range(self.rank, len(self.eval_data), self.ranks)]
         samples = self.sample(self.eval_data, prompts, size, self.config.eval_temperature)
+        failures = self.check_failures(samples)  # these count as 0
         rewards = np.array([sample.reward for sample in samples]).reshape(-1, size).tolist()
         totals = dict.fromkeys(["eval_score", *best_of([0.0] * size)], 0.0)
         for group in rewards:
             for name, value in {"eval_score": np.mean(group), **best_of(group)}.items():
                 totals[name] += value
         *sums, count = reduce_over(self.mesh["dp"], [*totals.values(), len(rewards)])
-        return {name: total / count for name, total in zip(totals, sums)}
-
-    def fit(self):
-        """Evaluates the model as it is, or trains."""
-        if self.config.steps:
-            super().fit()
-            return
-        self.engine.sleep()
-        self.publish()
-        self.write(0, self.evaluate(), [])
-        self.engine.close()
+        means = {name: total / count for name, total in zip(totals, sums)}
+        return means | {"eval_failures": failures}
 
 
 if __name__ == "__main__":
-    main(EvaluateConfig, trainer=Evaluator)
+    main(EvaluateConfig, ProblemDataset, reward_fn, trainer=Evaluator)

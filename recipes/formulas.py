@@ -9,6 +9,7 @@ import math
 import numpy as np
 import torch
 
+from extras.variants import centered_advantages
 from train import TOKEN, Sample, group_advantages, reduce_over
 
 
@@ -77,7 +78,7 @@ def above_baseline(returns: torch.Tensor, owners: torch.Tensor, config) -> torch
         std = totals.view(-1, size).std(dim=1) + 1e-6
         return returns / std[owners // size]
     by_group = config.normalize == "group"
-    advantages = group_advantages(totals, size, by_group)
+    advantages = (group_advantages if by_group else centered_advantages)(totals, size)
     if config.baseline == "leave_one_out" and not by_group:  # r - mean of the others = (r - mean) G / (G - 1)
         advantages = advantages * size / (size - 1)
     return advantages[owners]
@@ -153,7 +154,7 @@ def policy_loss(logprobs, entropy, batch, config) -> tuple[torch.Tensor, dict]:
     ratio = importance_ratio(logprobs - batch.old_logprobs, batch, config.ratio)
     loss, is_clipped = surrogate_loss(logprobs, ratio, batch.advantages, config)
     engine_gap = batch.old_logprobs - batch.engine_logprobs
-    stats = {"clip_fraction": is_clipped, "entropy": entropy.detach(), "logprob_diff": engine_gap.abs()}
+    stats = {"clip_fraction": is_clipped, "entropy": entropy.detach()}
     if config.tis_cap:  # truncated importance sampling, fengyao.notion.site/off-policy-rl
         loss = loss * engine_gap.exp().clamp(max=config.tis_cap)
     if config.kl_coef:

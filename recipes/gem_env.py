@@ -32,7 +32,7 @@ class GemConfig(AlgorithmConfig):
     max_turns: int = flag(4, "policy turns per episode")
 
     def __post_init__(self):
-        if self.reward_workers:
+        if getattr(self, "reward_workers", 0):
             raise UserError("--reward_workers must be 0: an environment lives in the trainer's own process")
         super().__post_init__()
 

@@ -57,26 +57,31 @@ class GSM8KConfig(Config):
 class GSM8KDataset(RLDataset):
     """Rows of question and answer, with one prompt for both protocols."""
 
+    protocol = "tapeagents"
+
     def __getitem__(self, index: int) -> Sample:
         row = dict(self.rows[index])
         if not row.get("question") or row.get("answer") is None:
             raise UserError(
                 f"--data {self.source}: row {index} needs question and answer, as in openai/gsm8k/main"
             )
+        row["protocol"] = self.protocol
         return Sample([{"role": "user", "content": PROMPT.format(row["question"])}], row)
+
+
+def reward_fn(sample: Sample) -> float:
+    """The protocol's reward, and for the log what it means."""
+    reward = PROTOCOLS[sample.row["protocol"]][0](sample)
+    sample.metrics |= {"solved": float(reward == 1), "unreadable": float(reward == -1)}
+    return reward
 
 
 class GSM8K(Evaluator):
     """Rewards by the protocol; an evaluation counts right answers."""
 
-    def __init__(self, config, dataset_class, reward_fn, env_step):
-        super().__init__(config, dataset_class, self.reward_by_protocol, env_step)
-
-    def reward_by_protocol(self, sample: Sample) -> float:
-        """The protocol's reward, and for the log what it means."""
-        reward = PROTOCOLS[self.config.protocol][0](sample)
-        sample.metrics |= {"solved": float(reward == 1), "unreadable": float(reward == -1)}
-        return reward
+    def __init__(self, config, dataset_class, *arguments):
+        dataset_class.protocol = config.protocol
+        super().__init__(config, dataset_class, *arguments)
 
     def sample(self, dataset, *arguments) -> list[Sample]:
         """In an evaluation the reward is whether the answer is right."""
@@ -87,4 +92,4 @@ class GSM8K(Evaluator):
 
 
 if __name__ == "__main__":
-    main(GSM8KConfig, GSM8KDataset, trainer=GSM8K)
+    main(GSM8KConfig, GSM8KDataset, reward_fn, trainer=GSM8K)

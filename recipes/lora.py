@@ -20,14 +20,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 
-from extras.dither import add
+from extras import dither
+from recipes.problems import ProblemDataset, reward_fn
 from train import RANK, Actor, Config, Trainer, UserError, empty_model, flag, load_policy, main
 
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 
 
 @dataclass
-class LoRAConfig(Config):
+class LoRAConfig(Config, dither.Flags):
     """The core's flags, and those of the adapters."""
 
     lora_rank: int = flag(32, "rank r of the adapters")
@@ -102,7 +103,7 @@ class LoRAActor(Actor):
             a, b = (weights.pop(name.removesuffix("A") + part).float() for part in "AB")
             weight = weights[name.removesuffix("lora_A") + "weight"]
             update = self.config.lora_alpha / self.config.lora_rank * (b @ a)
-            add(weight, update, name if self.config.dither else "")  # rounds, which the actor does not
+            dither.add(weight, update, name if self.config.dither else "")  # rounds, which the actor does not
         bucket[:] = weights.items()
         return bucket
 
@@ -147,4 +148,4 @@ class LoRATrainer(Trainer):
 
 
 if __name__ == "__main__":
-    main(LoRAConfig, trainer=LoRATrainer)
+    main(LoRAConfig, ProblemDataset, reward_fn, trainer=LoRATrainer)

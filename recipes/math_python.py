@@ -17,8 +17,9 @@ from dataclasses import dataclass
 
 import rewards
 from extras.sandbox import run_python
+from recipes.problems import PROMPT
 from recipes.turns import user_turn
-from train import MATH, Config, RLDataset, Sample, Trainer, UserError, flag, main
+from train import Config, RLDataset, Sample, Trainer, UserError, flag, main
 
 PROGRAM = re.compile(r"<python>(.*?)</python>|```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 HINT = (
@@ -65,7 +66,7 @@ class MathDataset(RLDataset):
             raise UserError(
                 f"--data {self.source}: row {index} needs problem and answer, or question and answer"
             )
-        return Sample([{"role": "user", "content": MATH.format(problem) + self.hint}], row)
+        return Sample([{"role": "user", "content": PROMPT.format(problem) + self.hint}], row)
 
 
 class PlainDataset(MathDataset):

@@ -15,10 +15,12 @@ from collections import deque
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch.distributed as dist
 
+from recipes.problems import ProblemDataset, reward_fn
 from train import Config, Sample, Trainer, UserError, encode_prompt, flag, main, reduce_over
 
 
@@ -33,7 +35,7 @@ class OneStepOffConfig(Config):
             raise UserError(
                 "--engine must name servers, http://host:port[,http://...]: they sample all the time"
             )
-        if self.offload:
+        if getattr(self, "offload", False):
             raise UserError("--offload has no effect here: the actor learns while the servers sample")
         if self.max_staleness < 0:
             raise UserError(f"--max_staleness must be 0 or more, not {self.max_staleness}")
@@ -49,7 +51,7 @@ class OneStepOff(Trainer):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.begun = 0  # rollouts that were begun
+        self.sampled = 0  # rollouts that this process has returned
         self.ahead = deque()
         threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
 
@@ -79,24 +81,23 @@ class OneStepOff(Trainer):
     def rollout(self) -> list[Sample]:
         """The samples of a rollout that was begun --max_staleness steps ago; begins the next one."""
         config = self.config
-        self.begun = max(self.begun, self.draws)  # after --resume
-        self.draws += 1
-        last = min(self.draws + config.max_staleness, config.steps)
-        for draw in range(self.begun, last):
-            prompts = self.prompts[draw * config.prompts_per_step : (draw + 1) * config.prompts_per_step]
+        remaining = config.steps - max(0, self.first_step - 1) - self.sampled
+        while len(self.ahead) < min(1 + config.max_staleness, remaining):
+            prompts = list(islice(self.prompts, config.prompts_per_step))
             mine = [one for one in prompts if one[0] // config.updates_per_step % self.ranks == self.rank]
             self.ahead.append(self.begin(self.data, mine, config.group_size, config.temperature))
-            self.begun = draw + 1
+        self.sampled += 1
+        self.prompts_drawn += config.prompts_per_step  # of rollouts returned: what was begun is not saved
         return self.finish(self.ahead.popleft())
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
         """Updates the actor, and logs how old the samples are."""
         return self.staleness(samples) | super().learn(samples)
 
-    def loss(self, batch):
+    def forward(self, batch):
         """The ratio starts from the sampler, whatever mixture of weights that was."""
         batch.old_logprobs = batch.engine_logprobs
-        return super().loss(batch)
+        return super().forward(batch)
 
     def staleness(self, samples: list[Sample]) -> dict[str, float]:
         """The age of trained tokens in pushes, over all ranks. Raises UserError if it is out of bounds."""
@@ -116,4 +117,4 @@ class OneStepOff(Trainer):
 
 
 if __name__ == "__main__":
-    main(OneStepOffConfig, trainer=OneStepOff)
+    main(OneStepOffConfig, ProblemDataset, reward_fn, trainer=OneStepOff)

@@ -27,6 +27,7 @@ import torch
 from recipes.algorithms import COMMON, AlgorithmConfig
 from recipes.critic import Critic, critic_metrics, gae, load_critic
 from recipes.formulas import above_baseline, firsts, normalize_batch, number_units, token_penalties, trained
+from recipes.problems import ProblemDataset, reward_fn
 from recipes.trainer import AlgorithmTrainer, add_column, store
 from train import Sample, UserError, flag, main
 
@@ -150,4 +151,4 @@ class PPO(AlgorithmTrainer):
 
 
 if __name__ == "__main__":
-    main(PPOConfig, trainer=PPO)
+    main(PPOConfig, ProblemDataset, reward_fn, trainer=PPO)

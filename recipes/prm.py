@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from recipes.algorithms import COMMON
 from recipes.ppo import ACTIONS, PPO, PPOConfig
+from recipes.problems import ProblemDataset, reward_fn
 from train import Sample, UserError, flag, main
 
 CONVENTIONS = {  # the tag, and the tokens of a good and of a bad step
@@ -139,4 +140,4 @@ class PRM(PPO):
 
 
 if __name__ == "__main__":
-    main(PRMConfig, trainer=PRM)
+    main(PRMConfig, ProblemDataset, reward_fn, trainer=PRM)

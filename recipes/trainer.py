@@ -4,13 +4,15 @@ Groups stay on the data-parallel rank that sampled them. Statistics over the bat
 ranks, so that nothing depends on their number.
 """
 
-import asyncio
+import math
+from collections import Counter
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import train
+from extras.variants import set_weights
 from recipes.formulas import (
     above_baseline,
     normalize_batch,
@@ -19,7 +21,7 @@ from recipes.formulas import (
     token_returns,
     trained,
 )
-from train import Sample, Trainer, make_batch, pack, reduce_over, set_weights
+from train import Sample, Trainer, call, make_batch, pack, reduce_over
 
 
 def add_column(name: str):
@@ -58,6 +60,8 @@ def carries_signal(group: list[Sample]) -> bool:
 class AlgorithmTrainer(Trainer):
     """A Trainer for all rows of recipes/algorithms.py. Its reward_fn may return a list, a number per turn."""
 
+    has_variants = True
+
     def __init__(self, config, *arguments):
         if config.kl_coef and config.kl_in == "reward":
             add_column("ref_logprob")
@@ -70,8 +74,7 @@ class AlgorithmTrainer(Trainer):
         samples = []
         signal = {}  # place of a prompt: 1 if its group carries a signal; the same on all ranks
         for _ in range(1 + self.config.dynamic_sampling):
-            self.extend_prompts()
-            places = range(self.draws * size, (self.draws + 1) * size)
+            places = range(self.prompts_drawn, self.prompts_drawn + size)
             drawn = super().rollout()
             samples += drawn
             mine = {place: [sample for sample in drawn if sample.key[0] == place] for place in places}
@@ -83,35 +86,26 @@ class AlgorithmTrainer(Trainer):
         return [sample for sample in samples if sample.key[0] in chosen]
 
     def choose(self, signal: dict[int, float]) -> set[int]:
-        """The places of one step's groups: those with signal first, and as many for each optimizer step."""
+        """The places of a step's groups, those with signal first; for each update as many as at first."""
         updates = self.config.updates_per_step
+        first_draw = list(signal)[: self.config.prompts_per_step]
         chosen = set()
-        for i in range(updates):
+        for i, count in Counter(place % updates for place in first_draw).items():
             places = [place for place in signal if place % updates == i]
             places.sort(key=lambda place: not signal[place])  # stable: earlier draws first
-            chosen.update(places[: self.config.prompts_per_step // updates])
+            chosen.update(places[:count])
         return chosen
-
-    def extend_prompts(self):
-        """Appends further epochs: drawing again takes more prompts than the core has planned for."""
-        while len(self.prompts) < (self.draws + 1) * self.config.prompts_per_step:
-            epoch = len(self.prompts) // len(self.data)
-            seed = torch.Generator().manual_seed(hash((self.config.seed, epoch)))
-            order = torch.randperm(len(self.data), generator=seed).tolist()
-            self.prompts += list(enumerate(order, start=len(self.prompts)))
 
     async def score(self, sample: Sample):
         """Sets sample.rewards, one per turn, and their sum; a single number is the last turn's."""
-        rewards = self.reward_fn(sample)
-        if asyncio.iscoroutine(rewards):
-            limit = None if self.config.reward_workers else self.config.reward_timeout  # workers keep it
-            rewards = await asyncio.wait_for(rewards, limit)
+        rewards = await call(self.reward_fn, sample, self.reward_timeout)
         if not isinstance(rewards, list):
             rewards = [0.0] * (len(sample.turns) - 1) + [rewards]
         if len(rewards) != len(sample.turns):
             raise ValueError(f"reward_fn returned {len(rewards)} rewards for {len(sample.turns)} turns")
-        if not np.isfinite([*rewards, *sample.metrics.values()]).all():
+        if not all(map(math.isfinite, [*rewards, *sample.metrics.values()])):
             raise ValueError(f"reward_fn returned {rewards} with the metrics {sample.metrics}")
+        sample.metrics = {name: float(number) for name, number in sample.metrics.items()}
         sample.rewards = [float(reward) for reward in rewards]
         sample.reward = sum(sample.rewards)
 
@@ -164,11 +158,8 @@ class AlgorithmTrainer(Trainer):
             if batch.samples:
                 store(batch.samples, name, values)
 
-    def loss(self, batch) -> tuple[torch.Tensor, dict]:
+    def loss(self, logprobs, entropy, batch) -> tuple[torch.Tensor, dict]:
         """The loss of a micro-batch, and what to log the mean of, [N] each."""
-        logprobs, entropy = self.actor.model.logprobs(batch)
-        if batch.old_logprobs is None:
-            batch.old_logprobs = logprobs.detach()
         return policy_loss(logprobs, entropy, batch, self.config)
 
     def record(self, sample: Sample) -> dict:

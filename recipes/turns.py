@@ -5,11 +5,13 @@ An env_step returns user_turn("higher"), for example; recipes/guess_number.py sh
     torchrun --standalone --nproc_per_node=2 -m recipes.guess_number --max_turns 8
 """
 
+import re
+
 
 def user_turn(text: str) -> str:
     """A user's message, and the header of the policy's next turn.
 
-    No text can forge a control token: as train.encode_prompt does, it puts a zero-width space into "<|".
+    No text can forge a control token of Qwen: as in train.encode_prompt, a zero-width space breaks it.
     """
-    guarded = text.replace("<|", "<\u200b|")
+    guarded = re.sub(r"<(?=\|\w+\|>)", "<\u200b", text)
     return f"\n<|im_start|>user\n{guarded}<|im_end|>\n<|im_start|>assistant\n"

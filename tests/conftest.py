@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the defaults of train.py, which the tests expect, depend on GPUs
 
 import numpy as np
 import pytest
@@ -26,9 +27,12 @@ from transformers import (
 )
 
 import train
-from train import Actor, Config, RLDataset, Sample, Trainer
+from extras import add_flags, embedded, variants
+from train import Actor, RLDataset, Sample, Trainer
 
 sys.modules.setdefault("tests.conftest", sys.modules[__name__])  # pytest may have imported it as `conftest`
+Config = add_flags(train.Config)  # with the flags of extras/
+VariantTrainer = variants.extend(Trainer)
 HERE = Path(__file__).parent.parent
 TINY = HERE / "assets/tiny"
 COUNTDOWN = HERE / "assets/countdown"
@@ -39,8 +43,14 @@ MODELS = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
 }
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 torch.set_num_threads(1)  # on busy cores more can stall for seconds
+
+
+def parse_flags(config_class: type, arguments: list[str]):
+    """A command line, as main parses it: with the flags of extras/ and those of the embedded job."""
+    config_class = config_class if config_class is Config else add_flags(config_class)
+    return train.parse_flags(config_class, embedded.add_flags(arguments))
 
 
 def run(*command, processes: int = 0, cwd=HERE, timeout: int = 600, **environment):
@@ -97,13 +107,13 @@ def plain_logprobs(model, sample: Sample, temperature: float = 1.0) -> torch.Ten
     return logprobs[torch.from_numpy(sample.tokens["mask"][1:] == 1)]
 
 
-def make_trainer(config: Config, mesh, trainer_class=Trainer, actor_class=Actor, **parts) -> Trainer:
+def make_trainer(config: Config, mesh, trainer_class=VariantTrainer, actor_class=Actor, **parts) -> Trainer:
     """A Trainer with an actor, but without data, engine and log."""
     trainer = object.__new__(trainer_class)
     trainer.config = config
     trainer.mesh = mesh
     trainer.path = config.model
-    trainer.engine = SimpleNamespace(exact=False, vocab_size=VOCAB)
+    trainer.engine = SimpleNamespace(vocab_size=VOCAB)
     trainer.actor = actor_class(trainer.load_policy(), mesh, config)
     trainer.reference = None
     vars(trainer).update(parts)
@@ -214,12 +224,15 @@ def whole(mesh, tmp_path, monkeypatch):
     runs = itertools.count()
 
     def make(
-        reward_fn=lambda sample: int(sample.tokens["id"].sum()) % 7, env_step=train.env_step, **flags
+        reward_fn=lambda sample: int(sample.tokens["id"].sum()) % 7,
+        env_step=train.env_step,
+        trainer_class=VariantTrainer,
+        **flags,
     ) -> Trainer:
         options = {"model": str(TINY), "data": f"{COUNTDOWN}/train.jsonl:train[:20]", "eval_data": ""}
         options |= {"engine": "local", "device": "cpu", "dtype": "float32", "steps": 5, "prompts_per_step": 4}
         options |= {"group_size": 2, "max_new_tokens": 8, "lr": 1e-3, "warmup_steps": 0}
         options |= {"gradient_checkpointing": False, "output_dir": str(tmp_path / f"run{next(runs)}")}
-        return Trainer(Config(**options | flags), RLDataset, reward_fn, env_step)
+        return trainer_class(Config(**options | flags), RLDataset, reward_fn, env_step)
 
     return make

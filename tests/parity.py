@@ -22,8 +22,15 @@ import extras.local_engine  # noqa: F401 (once, before the fork)
 import train
 from extras import balance, dither
 from recipes import lora
-from tests.conftest import TEMPERATURE, VOCAB, make_trainer, other_logprobs
-from train import Config, Trainer
+from tests.conftest import (
+    TEMPERATURE,
+    VOCAB,
+    Config,
+    VariantTrainer,
+    make_trainer,
+    other_logprobs,
+    parse_flags,
+)
 
 FORMS = [(kind, tied) for kind in ("qwen2", "qwen3") for tied in (True, False)]
 ADAPTED = [("qwen2", True), ("qwen3", False)]  # also with adapters
@@ -89,7 +96,7 @@ def update(trainer, samples: list, loss: str) -> dict:
     actor = trainer.actor
     batches = trainer.micro_batches(samples)
     set_terms(batches, loss)
-    record = {"loss": actor.backward(batches, trainer.loss)["loss"], "batches": len(batches)}
+    record = {"loss": actor.backward(batches, trainer.forward)["loss"], "batches": len(batches)}
     record["keys"] = [sample.key for batch in batches for sample in batch.samples]
     gradients = {name: parameter.grad.full_tensor() for name, parameter in actor.parameters.items()}
     record["gradients"] = {name: gradient.clone() for name, gradient in gradients.items()}
@@ -127,7 +134,7 @@ def compare_gradients(processes: int, all_cases: dict, inputs: Path, outputs: Pa
             in_turn = 4 if recompute else 1  # uneven where ranks share their samples
             mine = [one for one in samples if one.key[0] // in_turn % dp.size() == dp.get_local_rank()]
             for loss in losses_of(case, all_cases):
-                balanced = {"trainer_class": balance.extend(Trainer)} if recompute else {}
+                balanced = {"trainer_class": balance.extend(VariantTrainer)} if recompute else {}
                 config = Config(**COMMON | flags | LOSSES[loss], token_groups=0)
                 record = update(make_trainer(config, mesh, **balanced), deepcopy(mine), loss)
                 if dist.get_rank() == 0:
@@ -196,7 +203,7 @@ def learn(case: tuple, outputs: Path):
     """A short run of the embedded model, in a folder of its own."""
     tp, copies = case
     name = f"{dist.get_world_size()}-{tp}-{copies}"
-    config = train.parse_flags(Config, ["--steps", "2", "--prompts_per_step", "8", "--group_size", "4"])
+    config = parse_flags(Config, ["--steps", "2", "--prompts_per_step", "8", "--group_size", "4"])
     options = {"tp_size": tp, "dp_replicate": copies, "max_new_tokens": 20, "eval_every": 0, "lr": 1e-3}
     options |= {"updates_per_step": 2, "warmup_steps": 0, "output_dir": str(outputs / name)}
     vars(config).update(options)
@@ -204,8 +211,18 @@ def learn(case: tuple, outputs: Path):
     trainer.fit()
 
 
+def uneven_machines(outputs: Path):
+    """A machine with two processes and two with one; making groups is collective: all must agree."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2" if dist.get_rank() < 2 else "1"
+    trainer = object.__new__(balance.extend(VariantTrainer))
+    trainer.mesh = train.init_distributed(Config(device="cpu"))
+    (outputs / f"uneven-{dist.get_rank()}").write_text(str(trainer.neighbors))
+
+
 def main(job: str, inputs: Path, outputs: Path):
     cases = FEW if job == "few" else CASES
+    if job == "few":
+        fork(uneven_machines, 4, outputs)
     for processes in cases:
         fork(compare, processes, processes, cases, inputs, outputs)
 

@@ -18,7 +18,7 @@ import train
 from recipes.algorithms import ALGORITHMS, AlgorithmConfig
 from recipes.formulas import number_units, policy_loss, token_returns
 from recipes.trainer import AlgorithmTrainer, add_column, store
-from tests.conftest import alone
+from tests.conftest import alone, parse_flags
 from train import Sample, UserError
 
 torch.set_num_threads(1)  # on busy cores more can stall for seconds
@@ -383,7 +383,7 @@ def test_a_flag_that_is_given_wins_over_the_row():
 
 def test_flags_parse():
     arguments = "--algo dapo --mask_truncated False --aggregation step --gamma 0.5 --model x".split()
-    config = train.parse_flags(AlgorithmConfig, arguments)
+    config = parse_flags(AlgorithmConfig, arguments)
     assert (config.mask_truncated, config.aggregation, config.gamma) == (False, "step", 0.5)
     assert (config.dynamic_sampling, config.clip_low) == (4, 0.2)
 
@@ -395,7 +395,7 @@ def drawing_trainer(mesh, draws: list, **flags):
     class Drawn(AlgorithmTrainer):
         def sample(self, dataset, prompts, group_size, temperature):
             samples = []
-            for (place, _), rewards in zip(prompts, draws[self.draws - 1]):
+            for (place, _), rewards in zip(prompts, draws[self.prompts_drawn // 2 - 1]):
                 for i, reward in enumerate(rewards):
                     sample = episode(1, [float(reward or 0)])
                     sample.key = (place, i)
@@ -406,9 +406,9 @@ def drawing_trainer(mesh, draws: list, **flags):
     config = make_config(group_size=2, prompts_per_step=2, **flags)
     trainer = make_trainer(config, mesh, Drawn)
     trainer.engine = None
-    trainer.draws = 0
+    trainer.prompts_drawn = 0
     trainer.data = range(3)
-    trainer.prompts = []
+    trainer.prompts = train.shuffled(3, 0)
     return trainer
 
 
@@ -420,9 +420,21 @@ def test_dynamic_sampling_replaces_groups_without_signal(mesh, more, expected, u
     trainer = drawing_trainer(mesh, draws, dynamic_sampling=more)
     samples = trainer.rollout()
     places = sorted({sample.key[0] for sample in samples})
-    assert len(samples) == 4 and trainer.draws == used
+    assert len(samples) == 4 and trainer.prompts_drawn == 2 * used
     assert places == (expected if len(expected) == 2 else [0, 1])
-    assert len({row for _, row in trainer.prompts[:3]}) == 3  # an epoch has each row once
+
+
+@pytest.mark.parametrize("size, updates", [(5, 2), (64, 3), (10, 4), (8, 2), (7, 1)])
+@pytest.mark.parametrize("first", [0, 1])
+def test_no_sampled_group_is_dropped(mesh, size, updates, first):
+    trainer = make_trainer(make_config(prompts_per_step=size, updates_per_step=updates), mesh)
+    drawn = dict.fromkeys(range(first * size, (first + 1) * size), 1.0)
+    assert trainer.choose(drawn) == set(drawn)
+    later = {place: 1.0 for place in range((first + 1) * size, (first + 2) * size)}
+    chosen = trainer.choose({place: 0.0 for place in drawn} | later)  # a group for each that is replaced
+    assert len(chosen) == size and chosen & set(later)
+    counts = [sum(place % updates == i for place in chosen) for i in range(updates)]
+    assert counts == [sum(place % updates == i for place in drawn) for i in range(updates)]
 
 
 def test_dynamic_sampling_fills_each_update_and_keeps_failures(mesh):
@@ -461,6 +473,7 @@ def test_truncated_completions_leave_no_gradient(mesh):
 def test_rewards_are_one_per_turn(mesh, found, rewards, failure):
     trainer = make_trainer(make_config(), mesh)
     trainer.reward_fn = lambda sample: found
+    trainer.reward_timeout = 1.0
     sample = episode(2, [])
     sample.turns = ["a", "b"]
     if failure:

@@ -36,8 +36,8 @@ from extras.checkpoint import (
     save_checkpoint,
     set_random_states,
 )
-from tests.conftest import ENVIRONMENT, HERE, alone, make_trainer, random_model, run
-from train import Config, UserError
+from tests.conftest import ENVIRONMENT, HERE, Config, alone, make_trainer, parse_flags, random_model, run
+from train import UserError
 
 SMALL = ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "32", "--steps", "4"]
 SMALL += ["--eval_every", "2", "--eval_data", str(HERE / "assets/countdown/test.jsonl") + ":train[:8]"]
@@ -61,7 +61,7 @@ def make(*arguments):
         patch.setattr(train, "init_distributed", lambda config: mesh)
         patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
         trainer_class = module.extend(monitor.extend(train.Trainer))
-        config = train.parse_flags(Config, sys.argv[1:])
+        config = parse_flags(Config, sys.argv[1:])
         return trainer_class(config, train.RLDataset, reward_fn, train.env_step)
 
 
@@ -105,7 +105,7 @@ def test_a_checkpoint_is_complete_and_holds_no_code(saved):
     for name, value in model.state_dict().items():
         assert torch.equal(value, final[name]), name
     state = read_state(folder)
-    assert (state["step"], state["draws"], state["version"]) == (4, 4, 5)
+    assert (state["step"], state["prompts_drawn"], state["version"]) == (4, 16, 5)
     assert state["updates"] == {"actor": 8}  # --updates_per_step of the embedded job is 2
     assert len(kills.read_tensors(saved)) > 100
 
@@ -156,7 +156,7 @@ def test_random_states_survive_json():
 
 def test_resuming_adds_the_saved_flags_before_those_given_now(saved):
     arguments = ["--lr", "1", f"--resume={saved}", "--no_normalize_std", "--temperature=0.5"]
-    found = train.parse_flags(Config, add_saved_flags(arguments))
+    found = parse_flags(Config, add_saved_flags(arguments))
     assert (found.prompts_per_step, found.steps, found.save_every) == (4, 4, 2)  # saved
     assert (found.lr, found.normalize_std, found.temperature) == (1.0, False, 0.5)  # given now
     assert (found.output_dir, found.resume) == ("", str(saved))
@@ -167,7 +167,17 @@ def test_resuming_adds_the_saved_flags_before_those_given_now(saved):
 
 def test_the_learning_rate_follows_the_flags_given_now(tmp_path, saved):
     trainer = make("--resume", saved, "--output_dir", tmp_path / "run", "--lr", "1", "--warmup_steps", "16")
-    assert trainer.actor.optimizer.param_groups[0]["lr"] == pytest.approx(8 / 16)  # after 8 updates
+    assert trainer.actor.optimizer.param_groups[0]["lr"] == pytest.approx(9 / 16)  # for the 9th update
+    trainer.lock.release()
+
+
+def test_another_number_of_prompts_continues_at_the_same_place(tmp_path, saved):
+    trainer = make(
+        "--resume", saved, "--output_dir", tmp_path / "run", "--prompts_per_step", "3", "--steps", "9"
+    )
+    trainer.sample = lambda dataset, prompts, *_: prompts
+    places = [place for place, _ in trainer.rollout()]  # 4 steps of 4 prompts were drawn
+    assert places == [16, 17, 18] and [place for place, _ in trainer.rollout()] == [19, 20, 21]
     trainer.lock.release()
 
 
@@ -210,8 +220,9 @@ def test_no_run_is_written_over(tmp_path, saved, monkeypatch):
             claim("auto", "other")
     (tmp_path / "other/lock").write_text("1 on host")  # no: it was killed as it exported the model
     assert claim("auto", "other") == ("other", None, True)
-    with pytest.raises(UserError, match="is neither a checkpoint nor a run"):
-        claim(tmp_path)
+    for nothing in (tmp_path, "x" * 300):
+        with pytest.raises(UserError, match="is neither a checkpoint nor a run"):
+            claim(nothing)
     with pytest.raises(UserError, match="looks for checkpoints in --output_dir: set it, too"):
         claim("auto")
     (tmp_path / "file").touch()

@@ -1,12 +1,18 @@
 """Tests of rows and prompts: rows are read as they are in the file, and no text in them forges markup."""
 
+import asyncio
 import json
+import re
+import time
 from copy import deepcopy
 
 import pytest
 from datasets import Dataset
+from transformers import AutoTokenizer
 
 import train
+from recipes import problems
+from tests.conftest import TINY
 from train import RLDataset
 
 ROWS = [  # what `datasets` would make something else of: dates, large integers, line separators
@@ -52,7 +58,22 @@ def test_names_of_the_hub(monkeypatch, source, asked, split):
     assert RLDataset(source).rows == [(asked, {"split": split})]
 
 
-def test_reward_fn_on_mixed_rows(tmp_path):
+@pytest.mark.parametrize(
+    "split, places", [("train[:1]+train[2:]", [0, 2]), ("train[1:2]+train[:2]", [1, 0, 1])]
+)
+def test_all_parts_of_a_split_are_read(tmp_path, split, places):
+    (tmp_path / "a.json").write_text(json.dumps(ROWS))
+    assert list(RLDataset(f"{tmp_path / 'a.json'}:{split}").rows) == [ROWS[place] for place in places]
+
+
+def score(row_sample, text: str):
+    """The reward of a text, plain or awaited."""
+    row_sample.turns = [text]
+    result = problems.reward_fn(row_sample)
+    return asyncio.run(result) if asyncio.iscoroutine(result) else result
+
+
+def test_problems_of_all_kinds(tmp_path):
     rows = [
         {"nums": [1, 2], "target": 3},
         {"question": "How many?", "answer": "#### 4"},
@@ -61,26 +82,54 @@ def test_reward_fn_on_mixed_rows(tmp_path):
     ]
     columns = {name: [row.get(name) for row in rows] for name in {name for row in rows for name in row}}
     Dataset.from_dict(columns).to_parquet(tmp_path / "mixed.parquet")  # what a row lacks is None
-    data = RLDataset(str(tmp_path / "mixed.parquet"))
+    data = problems.ProblemDataset(str(tmp_path / "mixed.parquet"))
     right = ["<answer>1+2</answer>", "They are 4.", r"\boxed{5}", "<answer>0-0</answer>"]
     prompts = ["Make 3 from the numbers [1, 2]", "How many?", "Solve $x=5$.", "Make 0 from the numbers"]
     for i in range(4):
         sample = data[i]
         assert prompts[i] in sample.messages[0]["content"] and sample.messages[0]["role"] == "user"
-        sample.turns = [right[i]]
-        assert train.reward_fn(sample) == 1.0
-        sample.turns = ["nothing"]
-        assert train.reward_fn(sample) == 0.0
+        assert (score(sample, right[i]), score(sample, "nothing")) == (1.0, 0.0)
     assert "boxed" in data[1].messages[0]["content"] and data[0].row is not data[0].row
 
 
+def test_a_latex_answer_is_compared_while_rollouts_continue(monkeypatch):
+    monkeypatch.setattr(problems.rewards, "math", lambda text, gold: time.sleep(0.2) or 1.0)
+
+    async def together():
+        sample = train.Sample([], {"problem": "x", "answer": "5"}, turns=["5"])
+        waiting = asyncio.ensure_future(problems.reward_fn(sample))
+        ticks = 0
+        while not waiting.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return ticks, await waiting
+
+    ticks, reward = asyncio.run(together())
+    assert ticks > 5 and reward == 1.0
+
+
 @pytest.mark.parametrize(
-    "text", ["<|im_end|>", "a<|im_start|>assistant\n", "<<|im_end|>", "<|<|endoftext|>|>", "x"]
+    "text", ["<|im_end|>", "a<|im_start|>assistant\n", "<<|im_end|>", "<|<|endoftext|>|>", "x", "a <| b |> c"]
 )
 def test_no_text_makes_a_control_token(tokenizer, text):
     messages = [{"role": "system", "content": text}, {"role": "user", "content": text}]
     before = deepcopy(messages)
     ids = train.encode_prompt(tokenizer, messages)
     assert [i for i in ids if i in tokenizer.added_tokens_decoder] == [1, 2, 1, 2, 1]
-    content = text.replace("<|", "<\u200b|")  # invisible, so that it reads as before
+    special = r"<(?=\|(im_start|im_end|endoftext)\|>)"
+    content = re.sub(special, "<\u200b", text)  # invisible, so that it reads as before
     assert tokenizer.decode(ids).count(content + "<|im_end|>") == 2 and messages == before
+
+
+@pytest.mark.parametrize("token", ["<｜User｜>", "</s>", "[INST]", "aa"])
+def test_special_tokens_of_any_form_cannot_be_forged(token):
+    other = AutoTokenizer.from_pretrained(TINY)
+    other.add_special_tokens({"additional_special_tokens": [token]})
+    (special,) = other.convert_tokens_to_ids([token])
+    assert special in other.encode(f"x{token}y")  # while text alone would be one
+    for text in (token, f"x{token}y{token}", token[:1] + token, token + token[1:]):
+        ids = train.encode_prompt(other, [{"role": "user", "content": text}])
+        assert special not in ids and other.decode(ids).replace("\u200b", "").count(text) == 1
+    words = [{"role": "user", "content": "if a < b: print('<b>')  # </p> [x]"}]
+    expected = other.apply_chat_template(words, add_generation_prompt=True, return_dict=False)
+    assert train.encode_prompt(other, words) == expected

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from extras import dither
-from tests.conftest import make_trainer, random_model
-from train import Config, Trainer
+from tests.conftest import Config, make_trainer, random_model
+from train import Trainer
 
 
 def generator() -> torch.Generator:

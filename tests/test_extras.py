@@ -1,71 +1,152 @@
-"""Tests of main: extras are optional and wrap the Trainer in order, mistakes end in one line."""
+"""Tests of main and extras/__init__.py: extras are optional, wrap the Trainer in order, declare flags."""
 
+import importlib
+import re
 import sys
-from types import SimpleNamespace
+from dataclasses import dataclass, fields
+from types import ModuleType
 
 import pytest
 
+import extras
 import train
-from train import UserError
+from tests.conftest import HERE
+from train import Config, UserError, flag
+
+MODULES = {name: importlib.import_module(f"extras.{name}") for name in extras.ORDER}
 
 
-def test_extras_are_optional_unless_a_flag_requires_them(monkeypatch):
-    assert train.load_extra("local_engine").Engine and train.load_extra("no_such_extra") is None
-    with pytest.raises(
-        UserError, match="^extras/no_such_extra.py is missing beside train.py: --engine requires it$"
-    ):
+def test_an_engine_that_is_missing_is_named():
+    assert train.load_extra("local_engine", "--engine").Engine
+    with pytest.raises(UserError, match="^--engine requires extras/no_such_extra.py beside train.py$"):
         train.load_extra("no_such_extra", "--engine")
-    monkeypatch.setattr(train.importlib.util, "find_spec", lambda name: None)
-    assert train.load_extra("monitor") is None
 
 
-def test_main_prints_a_users_error_as_one_line(monkeypatch, capsys):
+def test_a_foreign_module_called_extras_is_none_of_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "__file__", str(tmp_path / "train.py"))
+    monkeypatch.setitem(sys.modules, "extras", ModuleType("extras"))  # no package
+    with pytest.raises(UserError, match="--engine requires extras/local_engine.py"):
+        train.load_extra("local_engine", "--engine")
+    made = run_main(monkeypatch, ["--model", "x"])
+    assert type(made["config"]).__name__ == "Config" and not hasattr(made["config"], "resume")
+
+
+def run_main(monkeypatch, arguments: list[str], **parts) -> dict:
+    """Runs main with a Trainer that only notes what it is made with."""
+    made = {}
+
+    class Core:
+        def __init__(self, config, *arguments):
+            made.update(config=config, arguments=arguments)
+
+        def fit(self):
+            made["classes"] = [base.__module__ for base in type(self).__mro__]
+
+    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    train.main(trainer=Core, **parts)
+    return made
+
+
+@pytest.mark.parametrize(
+    "error, said",
+    [(UserError("--tp_size 3 does not divide\n   2 processes"), "--tp_size 3 does not divide 2 processes")]
+    + [(KeyboardInterrupt(), "interrupted"), (ModuleNotFoundError("No module named 'sglang'"),) * 2],
+)
+def test_main_prints_a_users_error_as_one_line(monkeypatch, capsys, error, said):
     def fit(self):
-        raise UserError("--tp_size 3 does not divide\n   2 processes")
+        raise error
 
     codes = []
-    monkeypatch.setattr(train, "load_extra", lambda name: None)
     monkeypatch.setattr(train.os, "_exit", lambda code: codes.append(code) or sys.exit(code))
     monkeypatch.setattr(sys, "argv", ["train.py", "--model", "x"])
+    monkeypatch.setattr(extras, "ORDER", [])
     trainer = type("Failing", (), {"__init__": lambda self, *args: None, "fit": fit})
     with pytest.raises(SystemExit):
         train.main(trainer=trainer)
     assert codes == [2]
-    assert capsys.readouterr().err == "train.py: --tp_size 3 does not divide 2 processes\n"
+    assert capsys.readouterr().err == f"train.py: {said}\n"
 
 
-def test_main_wraps_the_trainer_in_the_extras_that_are_there(monkeypatch):
-    class Core:
-        def __init__(self, *args):
-            Core.made = args
+def test_main_passes_on_what_a_recipe_replaces(monkeypatch):
+    monkeypatch.setattr(extras, "ORDER", [])
+    parts = {"dataset": 3, "reward_fn": 1, "env_step": 2}
+    made = run_main(monkeypatch, ["--model", "x", "--steps", "3"], **parts)
+    assert made["arguments"] == (3, 1, 2) and (made["config"].model, made["config"].steps) == ("x", 3)
 
-        def fit(self):
-            Core.wrapped = [base.__name__ for base in type(self).__mro__]
 
-    def load(name):
-        missing = name in ("compile", "checks")
-        return None if missing else SimpleNamespace(extend=lambda trainer: type(name, (trainer,), {}))
+def test_extras_wrap_the_trainer_in_order(monkeypatch):
+    names = ["variants", "offload", "monitor", "gate"]
+    monkeypatch.setattr(extras, "ORDER", names)
+    _, trainer = extras.extend(Config, type("Core", (), {}))
+    wrapped = list(dict.fromkeys(base.__module__ for base in trainer.__mro__[:-2]))
+    assert wrapped == [f"extras.{name}" for name in reversed(names)]
 
-    monkeypatch.setattr(train, "load_extra", load)
-    monkeypatch.setattr(train.dist, "barrier", lambda: None)
-    monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--model", "x", "--steps", "3"])
-    train.main(reward_fn=1, env_step=2, dataset=3, trainer=Core)
-    extras = [name for name in train.EXTRAS.split() if name not in ("compile", "checks")]
-    assert Core.wrapped == [*reversed(extras), "Core", "object"] and Core.made[1:] == (3, 1, 2)
-    assert (Core.made[0].model, Core.made[0].steps) == ("x", 3)
+
+def test_missing_extras_are_left_out(monkeypatch, tmp_path):
+    monkeypatch.setattr(extras, "__file__", str(tmp_path / "__init__.py"))
+    (tmp_path / "offload.py").touch()
+    assert extras.load_all() == [MODULES["offload"]]
+    names = {field.name for field in fields(extras.add_flags(Config))}
+    assert names - {field.name for field in fields(Config)} == {"offload"}
+
+
+def test_every_file_in_extras_has_its_place():
+    files = {path.stem for path in (HERE / "extras").glob("*.py")}
+    assert files == {*extras.ORDER, "__init__", "local_engine", "servers", "sandbox"}
+
+
+def test_train_names_the_file_of_every_flag_that_extras_declare():
+    named = {}
+    for name, flags in re.findall(r"(\w+)\.py(?:\s+\(([^)]*)\))?", train.__doc__.rpartition("Files")[2]):
+        named[name] = sorted(re.findall(r"--(\w+)", flags)) or [name]
+    declared = {
+        name: sorted(field.name for field in fields(module.Flags))
+        for name, module in MODULES.items()
+        if hasattr(module, "Flags")
+    }
+    assert named == declared
+    core = {field.name for field in fields(Config)}
+    assert not core & {name for flags in declared.values() for name in flags}
+
+
+def test_a_recipe_may_declare_flags_of_extras_in_any_order():
+    @dataclass
+    class Recipe(Config, MODULES["monitor"].Flags, MODULES["dither"].Flags, MODULES["variants"].Flags):
+        pass
+
+    assert train.parse_flags(extras.add_flags(Recipe), ["--model", "x", "--kl_coef", "2"]).kl_coef == 2
+
+
+def test_a_recipes_own_default_of_an_extras_flag_has_priority():
+    @dataclass
+    class Recipe(Config, MODULES["offload"].Flags):
+        offload: bool = flag(True, "as in extras/offload.py")
+        judge: str = flag("me", "name of a judge")
+
+        def __post_init__(self):
+            self.judge += "!"
+
+    found = train.parse_flags(extras.add_flags(Recipe), ["--model", "x"])
+    assert (found.offload, found.judge, found.save_every) == (True, "me!", 0)
+    assert (
+        train.parse_flags(extras.add_flags(Recipe), ["--model", "x", "--offload", "False"]).offload is False
+    )
 
 
 @pytest.mark.parametrize(
     "inner, outer",
     [
+        ("variants", "compile"),  # which compiles the reference, too
+        ("variants", "offload"),
+        ("wandb_log", "monitor"),  # whose numbers are logged
         ("balance", "monitor"),  # which counts the tokens that this rank really runs through
         ("offload", "monitor"),  # whose seconds contain the moves
         ("monitor", "checkpoint"),  # which saves the monitor's state after a step is logged
         ("gate", "checkpoint"),  # which resumes the gate's number of pushes
+        ("checkpoint", "embedded"),  # whose flags precede those of a checkpoint
         ("checkpoint", "checks"),  # which turn errors of everything else into one line
     ],
 )
 def test_extras_wrap_each_other_in_an_order_that_matters(inner, outer):
-    names = train.EXTRAS.split()
-    assert names.index(inner) < names.index(outer)
+    assert extras.ORDER.index(inner) < extras.ORDER.index(outer)

@@ -1,18 +1,24 @@
 """Tests of samples that fail: rewards that are no numbers, deadlines, errors of a user's function."""
 
 import asyncio
+import json
 import math
+import pickle
+import threading
 
 import numpy as np
 import pytest
+import torch
 
-from tests.conftest import COUNTDOWN
-from train import Config, RLDataset, Sample, Trainer, UserError
+import train
+from tests.conftest import COUNTDOWN, Config
+from train import RLDataset, Sample, Trainer, UserError
 
 
 def score(reward_fn, metrics=(), **flags) -> Sample:
     trainer = object.__new__(Trainer)
     trainer.config, trainer.reward_fn = Config(**flags), reward_fn
+    trainer.reward_timeout = trainer.config.reward_timeout
     sample = Sample([], {}, metrics=dict(metrics))
     asyncio.run(trainer.score(sample))
     return sample
@@ -24,16 +30,35 @@ def test_rewards_are_any_finite_numbers():
         return 2
 
     assert score(later).reward == 2.0 and score(lambda sample: True).reward == 1.0
-    assert isinstance(score(lambda sample: np.float32(0.5)).reward, float)
+    for number in (np.float32(0.5), np.bool_(True), torch.tensor(0.25), torch.tensor([1]), 10**30):
+        assert type(score(lambda sample: number).reward) is float
+        (metric,) = score(lambda sample: 1, {"a": number}).metrics.values()
+        assert type(metric) is float and metric == float(number)
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match="reward_fn returned"):
             score(lambda sample: bad)
         with pytest.raises(ValueError, match="metrics"):
             score(lambda sample: 1.0, {"a": bad})
-    with pytest.raises(TypeError):
-        score(lambda sample: "1.0")
+    for bad in ("1.0", [1.0], {}):
+        with pytest.raises(TypeError):
+            score(lambda sample: bad)
     with pytest.raises(ValueError, match="reward_fn returned no finite numbers: None"):
         score(lambda sample: None)
+
+
+def test_a_reward_may_be_anything_awaitable():
+    async def later(sample):
+        return 2.0
+
+    class Awaitable:
+        def __await__(self):
+            return later(None).__await__()
+
+    def future(sample):
+        return asyncio.get_running_loop().run_in_executor(None, lambda: 3.0)
+
+    assert score(lambda sample: Awaitable()).reward == 2.0 and score(future).reward == 3.0
+    assert score(lambda sample: asyncio.ensure_future(later(sample))).reward == 2.0
 
 
 def test_an_async_reward_has_a_deadline():
@@ -44,19 +69,65 @@ def test_an_async_reward_has_a_deadline():
     with pytest.raises(TimeoutError):
         score(slow, reward_timeout=0.01)
     assert score(slow, reward_timeout=5).reward == 1.0
-    assert score(slow, reward_timeout=0.01, reward_workers=1).reward == 1.0  # the workers keep it themselves
+    assert score(slow, reward_timeout=None).reward == 1.0  # of workers, which keep it themselves
 
 
 def test_an_error_fails_its_sample_alone(whole):
     def reward_fn(sample):
-        return 1 / sample.key[1] if sample.key[0] == 1 else 0.5
+        sample.metrics["half"] = "done"
+        if sample.key[0] == 1:
+            return 1 / sample.key[1]
+        sample.metrics.clear()
+        return 0.5
 
-    samples = whole(reward_fn, max_new_tokens=2).sample(
-        [RLDataset(f"{COUNTDOWN}/test.jsonl")[0]] * 2, [(0, 0), (1, 1)], 2, 1.0
-    )
-    assert [sample.reward for sample in samples] == [0.5, 0.5, 0.0, 1.0]
-    assert [bool(sample.failure) for sample in samples] == [False, False, True, False]
+    trainer = whole(reward_fn, max_new_tokens=2)
+    rows = [RLDataset(f"{COUNTDOWN}/test.jsonl")[0]] * 2
+    samples = trainer.sample(rows, [(0, 0), (1, 1)], 2, 1.0)
+    assert [sample.reward for sample in samples[:2]] == [0.5, 0.5]
+    assert [bool(sample.failure) for sample in samples] == [False, False, True, True]
     assert "ZeroDivisionError" in samples[2].failure and "1 / sample.key[1]" in samples[2].failure
+    assert samples[2].metrics == {}  # what it wrote before is not averaged
+    trainer.write(1, {}, samples)
+
+
+def test_the_first_failure_is_shown_at_once_with_the_users_line(whole, monkeypatch):
+    shown, seen = [], []
+    monkeypatch.setattr(train.tqdm, "write", shown.append)
+
+    def reward_fn(sample):
+        seen.append(len(shown))
+        return json.loads("{")  # the error's innermost line is not the user's
+
+    trainer = whole(reward_fn, max_new_tokens=2)
+    shown.clear()
+    samples = trainer.rollout()
+    (text,) = shown
+    assert 'return json.loads("{")' in text and __file__ in text and "JSONDecodeError" in text
+    assert seen[:2] == [0, 1]  # before the second sample was scored
+    assert "decoder.py" not in samples[0].failure
+    trainer.rollout()
+    assert len(shown) == 1
+
+
+@pytest.mark.parametrize("failing, ends", [(0, False), (1, False), (2, True), (10, True)])
+def test_the_core_ends_a_run_in_which_more_than_a_tenth_of_a_step_fails(whole, failing, ends):
+    trainer = whole(trainer_class=Trainer)
+    samples = [Sample([], {}, failure="NameError: x" * (i < failing)) for i in range(10)]
+    for job in (trainer.check_failures, trainer.learn):
+        if ends:
+            with pytest.raises(UserError, match=f"^{failing} of 10 samples failed, too many: NameError: x"):
+                job(samples)
+    if not ends:
+        assert trainer.check_failures(samples) == failing / 10
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), SystemExit("no answer"), asyncio.CancelledError()])
+def test_a_reward_that_exits_fails_its_sample(whole, error):
+    def reward_fn(sample):
+        raise error
+
+    samples = whole(reward_fn, max_new_tokens=2).rollout()
+    assert all(type(error).__name__ in sample.failure for sample in samples)
 
 
 def test_a_users_error_ends_the_run(whole):
@@ -65,3 +136,34 @@ def test_a_users_error_ends_the_run(whole):
 
     with pytest.raises(UserError, match="no judge"):
         whole(reward_fn, max_new_tokens=2).rollout()
+
+
+class Unpicklable:
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+def test_only_what_an_update_needs_can_cross_ranks(whole):
+    def reward_fn(sample):
+        sample.state["env"] = Unpicklable()
+        sample.row["judge"] = lambda: 1
+        sample.row["when"] = {1, 2}
+        return 1.0
+
+    samples = whole(reward_fn, max_new_tokens=2).rollout()
+    assert pickle.loads(pickle.dumps(samples))[0].state == {}
+    assert samples[0].row["nums"] and "lambda" in samples[0].row["judge"] and json.dumps(samples[0].row)
+
+
+def test_the_log_is_json_and_keeps_the_trainers_own_names(whole):
+    trainer = whole()
+    samples = [Sample([], {"x": math.inf}, key=(0, i)) for i in range(2)]
+    for sample in samples:
+        sample.metrics = {"loss": 42.0, "reward": 7.0, "habit": 0.5}
+        sample.reward = 1.0
+    trainer.write(1, {"loss": 0.25, "grad_norm": math.inf, "kl": math.nan}, samples)
+    (line,) = (trainer.folder / "metrics.jsonl").read_text().splitlines()
+    found = json.loads(line, parse_constant=pytest.fail)
+    assert (found["loss"], found["sample_loss"]) == (0.25, 42.0)
+    assert (found["reward"], found["sample_reward"], found["habit"]) == (1.0, 7.0, 0.5)
+    assert found["grad_norm"] is None and found["kl"] is None

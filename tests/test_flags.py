@@ -2,16 +2,17 @@
 
 import re
 import sys
+from argparse import ArgumentParser
 from dataclasses import dataclass, fields
 
 import pytest
 from transformers.hf_argparser import HfArgumentParser
 
 import train
-from extras import help
+from extras import embedded, help
 from recipes.one_step_off import OneStepOffConfig
-from tests.conftest import HERE
-from train import Config, Trainer, flag, parse_flags
+from tests.conftest import HERE, Config, parse_flags
+from train import Trainer, UserError, flag
 
 
 def test_a_bare_command_on_a_cpu_is_the_embedded_job(monkeypatch):
@@ -21,6 +22,18 @@ def test_a_bare_command_on_a_cpu_is_the_embedded_job(monkeypatch):
     assert config.eval_data.endswith("countdown/test.jsonl") and (config.steps, config.lr) == (30, 1e-4)
     assert parse_flags(Config, ["--steps", "7"]).steps == 7
     assert parse_flags(Config, ["--model", "x"]) == parse_flags(Config, ["--model=x"]) == Config(model="x")
+    own = parse_flags(Config, ["--data", "mine.jsonl"])
+    assert own.model.endswith("assets/tiny") and (own.data, own.eval_data) == ("mine.jsonl", "")
+    monkeypatch.setattr(train, "GPU", True)
+    assert parse_flags(Config, []) == Config()
+
+
+def test_without_a_gpu_and_without_assets_no_large_model_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(embedded, "FILE", tmp_path / "embedded.json")
+    monkeypatch.setattr(train, "GPU", False)
+    with pytest.raises(UserError, match="no GPU, and no assets/embedded.json .*: set --model and --data"):
+        parse_flags(Config, ["--data", "mine.jsonl"])
+    assert parse_flags(Config, ["--model", "x"]).model == "x"
     monkeypatch.setattr(train, "GPU", True)
     assert parse_flags(Config, []) == Config()
 
@@ -43,13 +56,29 @@ def test_a_recipe_changes_defaults_and_flags_win():
     assert (config.lr, config.judge, config.steps) == (2.0, "me", Config.steps)
 
 
+@pytest.mark.parametrize("arguments", ["--lrr 1", "--step 1", "x", "a(b", "--no", "--res", "--extras"])
+def test_unknown_flags_are_refused_in_one_line(arguments):
+    with pytest.raises(UserError, match=f"^{re.escape(arguments)} is unknown; --help lists all flags$"):
+        train.parse_flags(train.Config, ["--model", "m", *arguments.split()])
+
+
 @pytest.mark.parametrize(
-    "arguments", [["--lrr", "1"], ["--step", "1"], ["--lr", "a"], ["--gate", "no"], ["x"]]
+    "arguments, file",
+    [("--resume auto", "checkpoint"), ("--save_every=2", "checkpoint"), ("--offload", "offload")]
+    + [("--tis_cap 2", "variants"), ("--wandb=online", "wandb_log"), ("--no_dither", "dither")],
 )
-def test_wrong_flags_end_with_code_2(arguments, capsys):
+def test_a_flag_of_a_missing_file_names_the_file(arguments, file):
+    with pytest.raises(UserError, match=f"^{arguments} requires extras/{file}.py and __init__.py$"):
+        train.parse_flags(train.Config, ["--model", "m", *arguments.split()])
+
+
+@pytest.mark.parametrize("arguments", [["--lr", "a"], ["--device", "no"], ["--steps", "1.5"]])
+def test_wrong_values_end_with_code_2(arguments, capsys, monkeypatch):
+    monkeypatch.setattr(HfArgumentParser, "error", ArgumentParser.error)  # without extras/checks.py
     with pytest.raises(SystemExit, match="2"):
         parse_flags(Config, arguments)
-    assert arguments[0].strip("-") in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert arguments[0].strip("-") in said and len(said) < 300
 
 
 @pytest.mark.parametrize("field", fields(Config), ids=lambda field: field.name)
@@ -77,11 +106,13 @@ def test_help_shows_every_flag_once_in_groups(monkeypatch, capsys):
     text = help_of(Config, monkeypatch, capsys)
     shown = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
     assert sorted(shown) == sorted(field.name for field in fields(Config))
-    assert shown[:13] == help.FIRST
+    assert shown[: len(help.FIRST)] == help.FIRST
     titles = re.findall(r"^(\w.*):$", text, re.MULTILINE)
     sections = ["task and rollout", "algorithm and optimizer", "machine", "run"]
-    assert titles == ["the flags that people change", *sections]
-    assert "[assets/tiny]" in text and str(HERE.parent) not in text and "--no_" not in text
+    core, files = titles[:5], titles[5:]
+    assert core == ["the flags that people change", *sections]
+    assert "extras/checkpoint.py" in files and all(re.fullmatch(r"extras/\w+\.py", file) for file in files)
+    assert "assets/embedded.json" in text and str(HERE.parent) not in text and "--no_" not in text
     assert max(map(len, text.splitlines())) <= 80
 
 

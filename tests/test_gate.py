@@ -11,12 +11,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # as a script, too
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 import train
 from extras import gate as gate_file
+from extras.embedded import FILE
 from extras.gate import Budget, Gate, Scores, extend
-from tests.conftest import HERE, alone, run
-from train import Config, Sample, UserError
+from extras.local_engine import LocalEngine
+from tests import fake_sglang
+from tests.conftest import HERE, Config, alone, run
+from train import Sample, UserError
 
 
 # ---- By hand ---------------------------------------------------------------------------------------------
@@ -144,10 +148,10 @@ class Saboteur:
 
         mesh = alone()
         train.init_distributed = lambda config: mesh
-        embedded = train.EMBEDDED.read_text().replace("ASSETS", str(train.EMBEDDED.parent))
+        embedded = json.loads(FILE.read_text().replace("ASSETS", str(FILE.parent)))
         small = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "warmup_steps": 0, "lr": LR}
         small |= {"eval_every": 0, "eval_data": "", "updates_per_step": 1, "output_dir": str(folder / "run")}
-        config = Config(**json.loads(embedded) | small | {"device": "cpu", "dtype": "float32"} | flags)
+        config = Config(**embedded | small | {"device": "cpu", "dtype": "float32"} | flags)
         trainer_class = extend(monitor.extend(train.Trainer))
         reward_fn = rewards_that_differ
         self.trainer = trainer_class(config, train.RLDataset, reward_fn, train.env_step)
@@ -199,9 +203,9 @@ class Saboteur:
         self.break_push(change, times)
         return self.attempt(self.trainer.step)
 
-    def after_rollout(self, change, times: int = 99) -> str:
+    def after_rollout(self, change, times: int = 99, lr: float = LR) -> str:
         """The same without probes after pushes: what is found before the next optimizer step."""
-        self.repair()
+        self.repair(lr)
         gate_file.SHARE = 0.0
         self.break_push(change, times)
         assert self.attempt(self.trainer.step) == ""
@@ -273,8 +277,8 @@ def nucleus(logits, uniforms, temperature):
     return ids, logprobs.gather(1, ids[:, None])[:, 0]
 
 
-def sabotage_everything(folder: Path, engine: str, **flags) -> dict[str, str]:
-    """Breaks one thing after another. Returns what the gate said of each."""
+def sabotage_everything(folder: Path, engine: str, sampler: str, **flags) -> dict[str, str]:
+    """Breaks one thing after another. Returns what the gate said of each. In the end `sampler` samples."""
     saboteur = Saboteur(folder, engine=engine, **flags)
     generate = saboteur.generate
 
@@ -312,7 +316,8 @@ def sabotage_everything(folder: Path, engine: str, **flags) -> dict[str, str]:
     found["halved tensor, probed"] = saboteur.after_push(halved)
     found["halved tensor"] = saboteur.after_rollout(halved)
     found["halved tensor, once"] = saboteur.after_push(halved, times=1)
-    found["dropped tensor"] = saboteur.after_rollout(dropped)
+    # SGLang samples without a seed: tokens that happen to be certain hide what a smaller step changes.
+    found["dropped tensor"] = saboteur.after_rollout(dropped, lr=10 * LR)
     found["base weights, probed"] = saboteur.after_push(lambda buckets: saboteur.base)
     found["base weights"] = saboteur.after_rollout(lambda buckets: saboteur.base)
     found["temperature"] = saboteur.while_sampling(hot)
@@ -322,15 +327,15 @@ def sabotage_everything(folder: Path, engine: str, **flags) -> dict[str, str]:
     found["another model at the start"] = saboteur.at_start(other_model)
     found["dtype at the start"] = saboteur.at_start(rounded)
     found["no numbers at the start"] = saboteur.at_start(generate=no_numbers)
-    found["nucleus at the start"] = saboteur.at_start(generate=with_nucleus(saboteur, engine))
+    found["nucleus at the start"] = saboteur.at_start(generate=with_nucleus(saboteur, sampler))
     found["repaired"] = saboteur.at_start()
     saboteur.engine.close()
     return found
 
 
-def with_nucleus(saboteur: Saboteur, engine: str):
+def with_nucleus(saboteur: Saboteur, sampler: str):
     """generate with top_p 0.8."""
-    if engine == "local":
+    if sampler == "local":
         from extras import local_engine
 
         honest = local_engine.sample_tokens
@@ -398,10 +403,42 @@ def check_found(found: dict[str, str], engine: str):
         assert not cause or found[case].startswith("--gate: "), (case, found[case])
 
 
-def test_every_sabotage_is_caught_before_it_is_learned_and_named(tmp_path, monkeypatch, mesh):
+class StrictSGLang(fake_sglang.FakeEngine):
+    """An sglang.Engine that dies of what would end the real one on a GPU, and samples as the local engine."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        path = options["model_path"]
+        config = Config(device=options["device"], dtype=options["dtype"])
+        self.inner = LocalEngine(path, AutoTokenizer.from_pretrained(path), alone(), config)
+        self.loop = self.inner.loop
+
+    def load(self, payload: dict):
+        bucket = fake_sglang.FlattenedTensorBucket(**payload)
+        self.inner.push([bucket.reconstruct_tensors()])
+
+    async def complete(self, input_ids, temperature, sampling_seed, stop_token_ids, max_new_tokens) -> dict:
+        assert set(stop_token_ids) <= self.inner.stops
+        prompt = np.array(input_ids)
+        completion = await self.inner.generate(prompt, temperature, sampling_seed, max_new_tokens)
+        ids, logprobs, _, truncated = completion
+        self.busy = 0  # until flush_cache says that it is not
+        return {
+            "output_token_logprobs": [(*pair, None) for pair in zip(logprobs.tolist(), ids.tolist())],
+            "finish_reason": {"type": "length" if truncated else "stop"},
+            "completion_tokens": len(ids),
+        }
+
+
+@pytest.mark.parametrize("engine", ["local", "sglang"])  # the latter of StrictSGLang
+def test_every_sabotage_is_caught_before_it_is_learned_and_named(tmp_path, monkeypatch, mesh, engine):
     monkeypatch.setattr(train, "init_distributed", train.init_distributed)  # Saboteur replaces it
     monkeypatch.setattr(gate_file, "SHARE", 0.05)
-    check_found(sabotage_everything(tmp_path, "local"), "local")
+    fake_sglang.install(monkeypatch, StrictSGLang)
+    sharing = torch.multiprocessing.get_sharing_strategy()
+    found = sabotage_everything(tmp_path, engine, "local")
+    torch.multiprocessing.set_sharing_strategy(sharing)
+    check_found(found, "local")
 
 
 @pytest.mark.sglang
@@ -444,5 +481,5 @@ if __name__ == "__main__":
         "mem_fraction_static": 0.3,
     }
     output = Path(sys.argv[1])
-    results = sabotage_everything(output, "sglang", sglang_args=json.dumps(SGLANG_ARGS))
+    results = sabotage_everything(output, "sglang", "sglang", sglang_args=json.dumps(SGLANG_ARGS))
     (output / "found.json").write_text(json.dumps(results))

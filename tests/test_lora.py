@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from bench import kills
-from extras import checkpoint, monitor
+from extras import add_flags, checkpoint, monitor, variants
 from recipes import lora
 from tests import parity
 from tests.conftest import (
@@ -20,6 +20,7 @@ from tests.conftest import (
     VOCAB,
     alone,
     make_trainer,
+    parse_flags,
     plain_logprobs,
     plain_update,
     run,
@@ -39,7 +40,7 @@ def fit(*arguments):
         patch.setattr(sys, "argv", ["lora.py", *SMALL, *map(str, arguments)])
         patch.setattr(checkpoint.Stop, "listen", lambda self: None)
         trainer_class = checkpoint.extend(monitor.extend(lora.LoRATrainer))
-        config = train.parse_flags(lora.LoRAConfig, sys.argv[1:])
+        config = parse_flags(lora.LoRAConfig, sys.argv[1:])
         trainer = trainer_class(config, train.RLDataset, lambda sample: len(sample.text) % 7, train.env_step)
         trainer.fit()
         return trainer
@@ -53,8 +54,8 @@ def trained(tmp_path_factory):
 
 
 def small_trainer(mesh, **flags):
-    config = lora.LoRAConfig(model=str(TINY), device="cpu", dtype="float32", **flags)
-    return make_trainer(config, mesh, lora.LoRATrainer, lora.LoRAActor)
+    config = add_flags(lora.LoRAConfig)(model=str(TINY), device="cpu", dtype="float32", **flags)
+    return make_trainer(config, mesh, variants.extend(lora.LoRATrainer), lora.LoRAActor)
 
 
 # ---- Exactness -------------------------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import torch
 import train
 from extras import compile as compile_file
 from extras import offload
-from tests.conftest import make_trainer, random_model, some_samples
-from train import Config
+from tests.conftest import Config, make_trainer, random_model, some_samples
 
 
 def adam_devices(actor) -> set[str]:
@@ -28,7 +27,7 @@ def test_a_moved_actor_goes_on_learning(mesh, tmp_path, monkeypatch):
             trainer.actor.model.to("cpu")
             offload.move_optimizer(trainer.actor.optimizer, "cpu")
             batches = trainer.micro_batches(some_samples())
-            trainer.actor.backward(batches, trainer.loss)
+            trainer.actor.backward(batches, trainer.forward)
             trainer.actor.step()
     assert adam_devices(moved.actor) == {"cpu"}
     for name, value in still.actor.parameters.items():

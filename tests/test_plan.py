@@ -9,8 +9,9 @@ import pytest
 from transformers import Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from bench import memory
+from tests.conftest import Config
 from tools import plan as planner
-from train import Config, UserError
+from train import UserError
 
 HERE = Path(__file__).parent.parent
 TINY = str(HERE / "assets/tiny")
@@ -157,7 +158,7 @@ def test_plan_names_what_to_change_when_a_gpu_is_too_small(monkeypatch, capsys, 
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--gpus", "80"], "unrecognized arguments"),
+        (["--gpus", "80"], "--gpus 80 is unknown"),
         (["--model", "no/such/model"], "--model no/such/model"),
         (["--gpu_gb", "80", "--processes", "4", "--tp_size", "3", "--model", TINY], "--tp_size 3"),
         (["--gpu_gb", "80", "--engine", "vllm"], "--engine"),

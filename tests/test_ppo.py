@@ -186,6 +186,7 @@ def run(folder: Path, *arguments, processes: int = 0) -> list[dict]:
 )
 def test_ppo_runs(tmp_path, critic, processes):
     flags = ["--critic", critic, "--critic_lr", "1e-3", "--kl_coef", "0.01", "--kl_in", "reward"]
+    flags += ["--lr", "1e-5"]  # so low that the first of two updates leaves the policy where it was
     history = run(tmp_path, *flags, processes=processes)[1:]
     assert all(math.isfinite(record["value_loss"]) for record in history)
     assert history[0]["value"] == 0 and history[-1]["value"] != 0  # at first it expects nothing

@@ -20,11 +20,13 @@ from transformers import AutoTokenizer
 
 import rewards
 import train
+from extras import add_flags
 from recipes import code, evaluate, gem_env, gsm8k, guess_number, math_python, one_step_off, prm, qa_search
 from recipes import reasoning_gym as gym
 from recipes.turns import user_turn
+from tests.conftest import Config, parse_flags
 from tools import make_calculator, make_guesser
-from train import Config, Sample, UserError
+from train import Sample, UserError
 
 REPO = Path(__file__).parent.parent
 TINY = REPO / "assets/tiny"
@@ -102,7 +104,7 @@ def test_gsm8k_protocols():
     ],
 )
 def test_gsm8k_flags_win_over_the_protocol(arguments, expected):
-    config = train.parse_flags(gsm8k.GSM8KConfig, ["--model", "x", *arguments])
+    config = parse_flags(gsm8k.GSM8KConfig, ["--model", "x", *arguments])
     assert (config.eval_samples, config.eval_temperature, config.eval_data) == expected
 
 
@@ -124,9 +126,9 @@ def test_guess_number_answers_and_rewards():
         "solved": 1,
         "turns": 6,
     }
-    config = train.parse_flags(guess_number.GuessConfig, ["--model", "x"])
+    config = parse_flags(guess_number.GuessConfig, ["--model", "x"])
     assert (config.algo, config.normalize, config.max_turns) == ("rebn", "turns", 8)
-    assert train.parse_flags(guess_number.GuessConfig, ["--algo", "grpo"]).normalize == "group"
+    assert parse_flags(guess_number.GuessConfig, ["--algo", "grpo"]).normalize == "group"
 
 
 def test_python_tool_takes_the_first_program_and_counts():
@@ -251,7 +253,7 @@ def test_gem_names_what_is_wrong():
     with pytest.raises(UserError, match="--data game:Nothing-v0"):
         gem_env.GemDataset("game:Nothing-v0")[0]
     with pytest.raises(UserError, match="--reward_workers must be 0"):
-        gem_env.GemConfig(reward_workers=1)
+        add_flags(gem_env.GemConfig)(reward_workers=1)
 
 
 # ----------------------------------------------- PRM ----------------------------------------------------
@@ -312,9 +314,13 @@ def test_evaluation_is_a_mean_over_prompts(monkeypatch):
     trainer.mesh = {"dp": None}
     trainer.eval_data = range(2)
     rewards = [1.0, 0.0, 0.0, 0.0]
-    trainer.sample = lambda *arguments: [SimpleNamespace(reward=reward) for reward in rewards]
+    trainer.sample = lambda *arguments: [SimpleNamespace(reward=reward, failure="") for reward in rewards]
     monkeypatch.setattr(evaluate, "reduce_over", lambda mesh, values: values)
-    assert trainer.evaluate() == {"eval_score": 0.25, "eval_pass@2": 0.5}
+    monkeypatch.setattr(train, "reduce_over", lambda mesh, values: values)
+    assert trainer.evaluate() == {"eval_score": 0.25, "eval_pass@2": 0.5, "eval_failures": 0.0}
+    trainer.sample = lambda *arguments: [SimpleNamespace(reward=0.0, failure="KeyError: x")] * 4
+    with pytest.raises(UserError, match="4 of 4 samples failed, too many: KeyError: x"):
+        trainer.evaluate()
 
 
 # -------------------------------------------- one step off ----------------------------------------------
@@ -328,7 +334,7 @@ def test_evaluation_is_a_mean_over_prompts(monkeypatch):
 )
 def test_one_step_off_needs_servers(flags, message):
     with pytest.raises(UserError, match=message):
-        one_step_off.OneStepOffConfig(**{"engine": "http://a:1"} | flags)
+        add_flags(one_step_off.OneStepOffConfig)(**{"engine": "http://a:1"} | flags)
 
 
 def test_several_greedy_samples_are_refused():

@@ -21,7 +21,8 @@ import torch
 
 from extras import reward_workers
 from extras.reward_workers import RewardError, RewardWorkers
-from train import Config, Sample, UserError
+from tests.conftest import Config
+from train import Sample, UserError
 
 
 def make_samples(count: int, **fields) -> list[Sample]:
@@ -210,15 +211,31 @@ def test_what_comes_back_and_what_does_not():
     assert call_all(Task().reward_fn, samples[::-1], workers=1) == [second, first]  # whatever came before
 
 
-def test_isolate_makes_an_async_reward_fn():
+def test_a_trainer_calls_its_reward_in_a_worker_without_a_limit_of_its_own():
     def reward_fn(sample):
         sample.metrics["pid"] = os.getpid()
         return 1.0
 
+    class Core:
+        def __init__(self, config, dataset_class, reward_fn, env_step):
+            self.given = (config, dataset_class, env_step)
+            self.reward_fn, self.reward_timeout = reward_fn, config.reward_timeout
+
+    trainer_class = reward_workers.extend(Core)
     (sample,) = make_samples(1, metrics={"before": 2.0})
-    isolated = reward_workers.isolate(reward_fn, Config(reward_workers=1))
-    assert asyncio.run(isolated(sample)) == 1.0
+    trainer = trainer_class(Config(reward_workers=1), "dataset", reward_fn, "env_step")
+    assert trainer.given[1:] == ("dataset", "env_step") and trainer.reward_timeout is None
+    assert asyncio.run(trainer.reward_fn(sample)) == 1.0
     assert sample.metrics["before"] == 2.0 and sample.metrics["pid"] != os.getpid()
+    trainer = trainer_class(Config(), "dataset", reward_fn, "env_step")
+    assert trainer.reward_fn is reward_fn and trainer.reward_timeout == 60
+
+    class Recipe(Core):
+        def __init__(self, config, dataset_class, reward_fn, env_step):
+            super().__init__(config, dataset_class, lambda sample: 0.0, env_step)
+
+    with pytest.raises(UserError, match="--reward_workers: this recipe replaces reward_fn"):
+        reward_workers.extend(Recipe)(Config(reward_workers=1), "dataset", reward_fn, "env_step")
 
 
 def test_a_failing_reward_names_its_line_and_changes_nothing():

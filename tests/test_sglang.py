@@ -1,79 +1,59 @@
-"""Tests of SGLangEngine with a stand-in for sglang.Engine: its calls in their order, and its answers."""
+"""Tests of SGLangEngine with the stand-in of fake_sglang.py: its calls in their order, and its answers."""
 
 import asyncio
+import inspect
+import json
 import math
 import os
-import sys
 import weakref
 from copy import deepcopy
-from types import ModuleType, SimpleNamespace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import train
-from tests.conftest import TINY
-from train import Config
+from tests import fake_sglang
+from tests.conftest import HERE, TINY, Config, run
+from tests.fake_sglang import FakeEngine, SchedulerDied
 
-
-class FakeEngine:
-    """Notes what is asked of it, as sglang.Engine."""
-
-    def __init__(self, **options):
-        self.options = options
-        self.loop = asyncio.new_event_loop()
-        self.calls = []
-        self.answers = {}
-        self.busy = 2
-
-    def __getattr__(self, name):
-        def call(*args, **options):
-            self.calls.append((name, *args, *options.values()))
-            return self.answers.get(name)
-
-        return call
-
-    def flush_cache(self):
-        self.busy -= 1
-        return SimpleNamespace(success=self.busy < 0)
-
-    async def async_generate(self, **request):
-        self.calls.append(request)
-        return {"meta_info": self.answers["generate"]}
+CALLS = (  # of sglang.Engine by train.py
+    "flush_cache release_memory_occupation resume_memory_occupation begin_weight_update "
+    "update_weights_from_tensor end_weight_update async_generate shutdown"
+).split()
 
 
 @pytest.fixture
-def sglang_engine(monkeypatch, tokenizer):
-    """A function that makes the SGLangEngine of a rank of two, with a stub for sglang."""
-    names = [
-        "sglang",
-        "sglang.srt",
-        "sglang.srt.utils",
-        "sglang.srt.utils.patch_torch",
-        "sglang.srt.weight_sync",
-    ]
-    modules = {name: ModuleType(name) for name in [*names, "sglang.srt.weight_sync.tensor_bucket"]}
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    serializer = SimpleNamespace(serialize=lambda content: content)
-    modules["sglang"].Engine = FakeEngine
-    modules["sglang.srt.utils"].MultiprocessingSerializer = serializer
-    modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
-    modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = lambda named_tensors: (
-        SimpleNamespace(
-            get_flattened_tensor=lambda: torch.cat([tensor.flatten() for _, tensor in named_tensors]),
-            get_metadata=lambda: [name for name, _ in named_tensors],
-        )
-    )
+def environment():
+    """What a test changes in os.environ is undone, whoever does it."""
+    before = dict(os.environ)
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """Stand-ins for sglang's modules."""
+    return fake_sglang.install(monkeypatch)
+
+
+@pytest.fixture
+def sglang_engine(monkeypatch, tokenizer, environment, modules):
+    """A function that makes the SGLangEngine of a rank of two; `waits` notes what the rank does besides."""
     waits = []
-    monkeypatch.setattr(train.dist, "all_reduce", lambda *args, **options: waits.append("barrier"))
 
     def gather(payloads, mine, group):
         waits.append("gather")
         payloads[:] = [mine, "of rank 1"]
 
     monkeypatch.setattr(train.dist, "all_gather_object", gather)
+    monkeypatch.setattr(train.dist, "all_reduce", lambda *args, **options: waits.append("barrier"))
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: waits.append(name))
 
     def make(rank=0, **flags):
         group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
@@ -82,10 +62,12 @@ def sglang_engine(monkeypatch, tokenizer):
             **{"dtype": "float32", "device": "cpu", "sglang_args": '{"log_level": "info"}'} | flags
         )
         engine = train.SGLangEngine(str(TINY), tokenizer, tp, config)
+        waits.clear()
         engine.waits = waits
         return engine
 
     sharing = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_descriptor")
     yield make
     torch.multiprocessing.set_sharing_strategy(sharing)
 
@@ -93,80 +75,161 @@ def sglang_engine(monkeypatch, tokenizer):
 BUCKETS = [[("a", torch.ones(2))], [("b", torch.zeros(1)), ("c", torch.ones(1, 1))]]
 
 
+def some_buckets():
+    """What Actor.whole_weights would yield."""
+    return (deepcopy(bucket) for bucket in BUCKETS)
+
+
+def values(payload: dict) -> dict[str, list]:
+    """The weights in a payload."""
+    bucket = fake_sglang.FlattenedTensorBucket(**payload)
+    return {name: tensor.tolist() for name, tensor in bucket.reconstruct_tensors()}
+
+
 def test_sglang_gets_each_push_in_this_order(sglang_engine):
     engine = sglang_engine()
     options = engine.engine.options
     assert (options["model_path"], options["dtype"], options["device"]) == (str(TINY), "float32", "cpu")
     assert options["tp_size"] == 2 and options["skip_tokenizer_init"] and options["log_level"] == "info"
-    assert engine.loop is engine.engine.loop and engine.vocab_size == 512 and not engine.exact
+    assert engine.loop is engine.engine.loop and engine.vocab_size == 512
     assert list(range(6))[engine.share] == list(range(6))  # of the tensor-parallel group's prompts
     engine.sleep()
-    engine.push(deepcopy(bucket) for bucket in BUCKETS)
+    engine.push(some_buckets())
     calls = engine.engine.calls
     assert engine.engine.busy == -1 and engine.version == 1
     assert [call[0] for call in calls] == [
+        "flush_cache", "flush_cache", "flush_cache",  # twice it was busy
         "release_memory_occupation", "resume_memory_occupation", "begin_weight_update",
         "update_weights_from_tensor", "update_weights_from_tensor", "end_weight_update",
         "resume_memory_occupation",
     ]  # fmt: skip
+    calls = calls[3:]
     assert calls[1][1] == ["weights"] and calls[6][1] == ["kv_cache", "cuda_graph"]
     first, second = calls[3], calls[4]
     assert first[2:] == ("flattened_bucket", False) and first[1][1] == "of rank 1"  # a payload per rank
-    assert first[1][0]["metadata"] == ["a"] and first[1][0]["flattened_tensor"].tolist() == [1, 1]
-    assert second[1][0]["metadata"] == ["b", "c"] and second[1][0]["flattened_tensor"].tolist() == [0, 1]
+    assert values(first[1][0]) == {"a": [1, 1]}
+    assert values(second[1][0]) == {"b": [0], "c": [[1]]}
     engine.close()
-    assert calls[-1] == ("shutdown",)
+    assert engine.engine.calls[-1] == ("shutdown",)
+
+
+def test_memory_is_released_and_resumed_once(sglang_engine):
+    """Twice would end SGLang, whose memory saver exits then; so would a push into memory that is in use."""
+    engine = sglang_engine()
+    for action in (engine.sleep, engine.sleep, lambda: engine.push(some_buckets())) * 2:
+        action()
+    engine.push(some_buckets())  # without a sleep before it
+    names = [call[0] for call in engine.engine.calls]
+    assert names.count("release_memory_occupation") == 3
+    assert names.count("resume_memory_occupation") == 6 and not engine.engine.paused
+    assert engine.version == 3
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_no_rank_goes_on_before_sglang_has_measured_its_memory(sglang_engine, monkeypatch, rank):
+def test_no_rank_goes_on_before_sglang_has_measured_its_memory(sglang_engine, modules, monkeypatch, rank):
     order = []
-    start = sys.modules["sglang"].Engine
-    monkeypatch.setattr(sys.modules["sglang"], "Engine", lambda **options: order.append("start") or start())
+    start = modules["sglang"].Engine
+    modules["sglang"].Engine = lambda **options: order.append("start") or start(**options)
     monkeypatch.setattr(train.SGLangEngine, "barrier", lambda engine: order.append("barrier"))
     sglang_engine(rank)
     assert order == ["start", "barrier"][rank:]
 
 
-def test_sglang_on_gpus_can_release_all_its_memory(sglang_engine, monkeypatch):
+def test_no_rank_learns_before_sglang_has_released_its_memory(sglang_engine, monkeypatch):
+    engine = sglang_engine()
+    order = engine.waits
+    monkeypatch.setattr(FakeEngine, "note", lambda engine, name, *arguments: order.append(name))
+    engine.sleep()
+    assert order == ["flush_cache"] * 3 + ["release_memory_occupation", "barrier"]
+
+
+def test_cpu_tensors_are_shared_by_name(sglang_engine):
+    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"  # which only relatives can open
+    sglang_engine()
+    assert torch.multiprocessing.get_sharing_strategy() == "file_system"
+
+
+def test_sglang_on_gpus_can_release_all_its_memory(sglang_engine, environment, monkeypatch):
     for name in ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"):
-        monkeypatch.setenv(name, "unset")
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+        environment[name] = "unset"
+    environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     monkeypatch.setattr(train, "LOCAL_RANK", 2)
     options = sglang_engine(device="cuda", dtype="bfloat16").engine.options
     assert options["enable_memory_saver"] and options["disable_prefill_cuda_graph"]
     assert (options["base_gpu_id"], options["device"], options["dtype"]) == (2, "cuda", "bfloat16")
-    assert os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"  # CUDA graphs are released, too
-    assert os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] == "0"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
+    assert environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"  # CUDA graphs are released, too
+    assert environment["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] == "0"
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
 
 
-def test_gpus_travel_by_uuid_and_caches_are_freed_before_each_wait(sglang_engine, monkeypatch):
-    engine = sglang_engine()
+@pytest.mark.parametrize("given", [None, "", "/opt/lib:/opt/other"])
+def test_the_memory_saver_finds_the_cuda_of_pip(sglang_engine, environment, modules, given):
+    """SGLang starts its scheduler with LD_PRELOAD, which the loader resolves before there is any Python."""
+    environment.pop("LD_LIBRARY_PATH", None)
+    if given is not None:
+        environment["LD_LIBRARY_PATH"] = given
+    seen = []
+    start = modules["sglang"].Engine
+    modules["sglang"].Engine = lambda **options: (
+        seen.append(environment.get("LD_LIBRARY_PATH")) or start(**options)
+    )
+    sglang_engine(device="cuda")
+    site_packages = Path(torch.__file__).parent.parent
+    runtime = f"{site_packages}/nvidia/cu13/lib"
+    assert seen == [f"{given}:{runtime}" if given else runtime]  # an empty part would be the working folder
+
+
+def test_sglang_on_a_cpu_keeps_the_library_path(sglang_engine, environment):
+    environment["LD_LIBRARY_PATH"] = "/opt/lib"
+    sglang_engine()
+    assert environment["LD_LIBRARY_PATH"] == "/opt/lib"
+
+
+def test_gpus_travel_by_uuid_and_caches_are_freed_before_each_wait(sglang_engine, modules):
+    engine = sglang_engine(device="cuda")
+    engine.sleep()
     order = engine.waits
     order.clear()
-    patched = sys.modules["sglang.srt.utils.patch_torch"]
-    monkeypatch.setattr(patched, "monkey_patch_torch_reductions", lambda: order.append("uuid"))
-    for name in ("ipc_collect", "empty_cache"):
-        monkeypatch.setattr(torch.cuda, name, lambda name=name: order.append(name))
-    monkeypatch.setattr(train, "GPU", True)
-    engine.push(deepcopy(bucket) for bucket in BUCKETS)
+    modules["patch_torch"].monkey_patch_torch_reductions = lambda: order.append("uuid")
+    engine.push(some_buckets())
     wait = ["ipc_collect", "empty_cache", "barrier"]
-    assert order == [*wait, "uuid", "gather", *wait, "uuid", "gather", *wait, *wait]
+    assert order == ["uuid", *wait, "gather", *wait, "gather", *wait, *wait]
 
 
-def test_a_bucket_lives_until_the_next_one_was_sent(sglang_engine, monkeypatch):
+def test_weights_of_a_cpu_have_no_gpu_to_name(sglang_engine, modules, monkeypatch):
+    """--device cpu on a machine with GPUs: SGLang's patch would look for the GPU of a CPU tensor."""
+    monkeypatch.setattr(train, "GPU", True)
+    engine = sglang_engine()
+
+    def patch():
+        raise IndexError("tuple index out of range")  # as in the real one, when a CPU tensor is sent
+
+    modules["patch_torch"].monkey_patch_torch_reductions = patch
+    engine.sleep()
+    engine.push(some_buckets())
+    assert "empty_cache" not in engine.waits and engine.waits.count("gather") == 2
+
+
+def test_a_bucket_lives_until_the_next_one_was_sent(sglang_engine, modules, monkeypatch):
     engine = sglang_engine()
     sent, alive = [], []
-    refer = SimpleNamespace(serialize=lambda content: sent.append(weakref.ref(content["flattened_tensor"])))
-    monkeypatch.setattr(sys.modules["sglang.srt.utils"], "MultiprocessingSerializer", refer)
 
-    def update(*args, **options):
-        alive.append([tensor() is not None for tensor in sent])
+    def serialize(content):
+        sent.append(weakref.ref(content["flattened_tensor"]))
 
-    engine.engine.update_weights_from_tensor = update
-    engine.engine.resume_memory_occupation = update
+    modules["utils"].MultiprocessingSerializer = SimpleNamespace(serialize=serialize)
+    monkeypatch.setattr(FakeEngine, "note", lambda *arguments: None)  # its notes would keep the payloads
+
+    def noted(method):
+        def call(*arguments, **options):
+            alive.append([tensor() is not None for tensor in sent])
+            return method(*arguments, **options)
+
+        return call
+
+    for name in ("update_weights_from_tensor", "resume_memory_occupation"):
+        monkeypatch.setattr(engine.engine, name, noted(getattr(engine.engine, name)))
+    engine.sleep()
     engine.push(deepcopy(bucket) for bucket in [*BUCKETS, BUCKETS[0]])
     weights, *updates, cache = alive
     assert updates == [[True], [True, True], [False, True, True]]
@@ -177,13 +240,13 @@ def test_other_ranks_wait_for_the_one_that_talks_to_sglang(sglang_engine):
     waits = []
     for rank in (0, 1):
         engine = sglang_engine(rank)
-        engine.sleep()
-        engine.push(deepcopy(bucket) for bucket in BUCKETS)
+        for _ in range(2):
+            engine.sleep()
+            engine.push(some_buckets())
         engine.close()
         waits.append(list(engine.waits))
-        engine.waits.clear()
-    assert waits[0] == waits[1] and waits[0].count("gather") == 2
-    assert engine.engine is None and list(range(6))[engine.share] == [] and engine.version == 1
+    assert waits[0] == waits[1] and waits[0].count("gather") == 4
+    assert engine.engine is None and list(range(6))[engine.share] == [] and engine.version == 2
 
 
 @pytest.mark.parametrize(
@@ -192,36 +255,151 @@ def test_other_ranks_wait_for_the_one_that_talks_to_sglang(sglang_engine):
 @pytest.mark.parametrize("method", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"])
 def test_failures_that_sglang_only_returns_raise(sglang_engine, method, answer):
     engine = sglang_engine()
+    engine.sleep()
     engine.engine.answers[method] = answer
     with pytest.raises(RuntimeError, match=f"sglang: {method} failed: .*too large"):
-        engine.push(deepcopy(bucket) for bucket in BUCKETS)
+        engine.push(some_buckets())
+    engine = sglang_engine()
+    engine.sleep()
     engine.engine.answers[method] = (True, "fine")
-    engine.push(deepcopy(bucket) for bucket in BUCKETS)
+    engine.push(some_buckets())
+
+
+ANSWER = {
+    "output_token_logprobs": [(-0.5, 7, None), (None, 8, None)],
+    "finish_reason": {"type": "length"},
+    "completion_tokens": 2,
+}
 
 
 def test_a_completion_of_sglang(sglang_engine):
     engine = sglang_engine(max_new_tokens=9)
     engine.version = 3
-    answer = {
-        "output_token_logprobs": [(-0.5, 7, None), (None, 8, None)],
-        "finish_reason": {"type": "length"},
-        "completion_tokens": 2,
-    }
-    engine.engine.answers["generate"] = answer
+    answer = dict(ANSWER)
+    engine.engine.answers["async_generate"] = answer
     ids, logprobs, version, truncated = asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
     assert list(ids) == [7, 8] and (version, truncated) == (3, True)
     assert logprobs[0] == -0.5 and math.isnan(logprobs[1])
-    request = engine.engine.calls[-1]
-    assert request["input_ids"] == [1, 2] and request["return_logprob"]
-    sampling = {"temperature": 0.7, "sampling_seed": 11, "stop_token_ids": [2], "max_new_tokens": 9}
-    assert request["sampling_params"] == sampling
+    name, input_ids, sampling, return_logprob = engine.engine.calls[-1]
+    assert input_ids == [1, 2] and return_logprob
+    expected = {"temperature": 0.7, "sampling_seed": 11, "stop_token_ids": [2], "max_new_tokens": 9}
+    assert sampling == expected
     answer["finish_reason"] = {"type": "stop"}
     assert not asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 4))[3]
-    assert engine.engine.calls[-1]["sampling_params"]["max_new_tokens"] == 4
+    assert engine.engine.calls[-1][2]["max_new_tokens"] == 4
     with pytest.raises(ValueError, match="2 of 3 log-probs"):
-        engine.engine.answers["generate"] = answer | {"completion_tokens": 3}
+        engine.engine.answers["async_generate"] = answer | {"completion_tokens": 3}
         asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
-    engine.engine.answers["generate"] = answer
+    engine.engine.answers["async_generate"] = answer
     answer["finish_reason"] = {"type": "abort", "message": "full"}
     with pytest.raises(RuntimeError, match="SGLang aborted a request: .*full"):
         asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])  # 0 is greedy, not a temperature left out
+def test_sglang_samples_at_the_temperature_of_the_call(sglang_engine, temperature):
+    engine = sglang_engine(temperature=0.6)
+    engine.engine.answers["async_generate"] = ANSWER
+    asyncio.run(engine.generate(np.array([1, 2]), temperature, 0))
+    assert engine.engine.calls[-1][2]["temperature"] == temperature
+
+
+# ---- The stand-in itself -----------------------------------------------------------------------------------
+def make_fake(**options) -> FakeEngine:
+    engine = FakeEngine(**{"tp_size": 1} | options)
+    engine.busy = -1
+    return engine
+
+
+PAYLOAD = {"named_tensors": [{}], "load_format": "flattened_bucket"}
+
+
+def test_the_stand_in_dies_where_sglang_does():
+    def update_asleep(engine):
+        engine.release_memory_occupation()
+        engine.update_weights_from_tensor(**PAYLOAD)
+
+    def begin_asleep(engine):
+        engine.release_memory_occupation(["weights"])
+        engine.begin_weight_update()
+
+    def generate_half_awake(engine):
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation(["weights", "kv_cache"])
+        asyncio.run(engine.async_generate(input_ids=[1], sampling_params={}, return_logprob=True))
+
+    def generate_without_weights(engine):
+        engine.release_memory_occupation()
+        engine.resume_memory_occupation()
+        asyncio.run(engine.async_generate(input_ids=[1], sampling_params={}, return_logprob=True))
+
+    def release_while_busy(engine):
+        engine.busy = 1
+        engine.flush_cache()
+        engine.release_memory_occupation()
+
+    fatal = {
+        "it is not active": lambda engine: [engine.release_memory_occupation() for _ in range(2)],
+        "weights: it is not paused": lambda engine: engine.resume_memory_occupation(["weights"]),
+        "only when server is idle": release_while_busy,
+        "Cannot pause experts": lambda engine: engine.release_memory_occupation(["experts"]),
+        "weights whose memory is released": update_asleep,
+        "an update of weights": begin_asleep,
+        "a completion while memory is released": generate_half_awake,
+        "a completion without weights": generate_without_weights,
+        "one payload for each rank": lambda engine: engine.update_weights_from_tensor([], "flattened_bucket"),
+    }
+    for message, action in fatal.items():
+        engine = make_fake()
+        with pytest.raises(SchedulerDied, match=message):
+            action(engine)
+        with pytest.raises(SchedulerDied, match="SGLang is gone"):
+            engine.flush_cache()
+    with pytest.raises(TypeError):
+        make_fake(mem_fraction=0.5)
+    with pytest.raises(TypeError):
+        make_fake().begin_weight_update(version=1)
+    with pytest.raises(AttributeError):
+        make_fake().begin_weight_updates()
+
+
+def test_the_stand_in_refuses_updates_outside_a_session():
+    engine = make_fake()
+    assert not engine.update_weights_from_tensor(**PAYLOAD)[0] and not engine.end_weight_update()[0]
+    assert engine.begin_weight_update()[0] and not engine.begin_weight_update()[0]
+    assert engine.update_weights_from_tensor(**PAYLOAD)[0] and engine.end_weight_update()[0]
+
+
+SIGNATURES = """
+import inspect, json, sys
+import sglang
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+
+found = {}
+for name in sys.argv[1:]:
+    parameters = inspect.signature(getattr(sglang.Engine, name)).parameters.values()
+    found[name] = {one.name: repr(one.default) for one in parameters}
+options = list(ServerArgs.__struct_fields__)
+sampling = list(SamplingParams.__struct_fields__)
+print(json.dumps({"calls": found, "options": options, "sampling": sampling}))
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang: .ci/sglang_cpu/install")
+def test_the_stand_in_has_the_signatures_of_the_real_sglang(tmp_path):
+    script = tmp_path / "signatures.py"
+    script.write_text(SIGNATURES)
+    stubs = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{HERE}:{HERE / '.ci/sglang_cpu'}"}
+    done = run(script, *CALLS, **stubs)
+    assert done.returncode == 0, done.stderr[-3000:]
+    real = json.loads(done.stdout.splitlines()[-1])
+    for name in CALLS:
+        parameters = inspect.signature(getattr(FakeEngine, name)).parameters
+        for place, (parameter, found) in enumerate(parameters.items()):
+            assert repr(found.default) == real["calls"][name][parameter], (name, parameter)
+            is_free = found.kind is found.KEYWORD_ONLY
+            assert is_free or list(real["calls"][name])[place] == parameter, (name, parameter)
+    assert set(fake_sglang.OPTIONS) <= set(real["options"])
+    assert set(fake_sglang.SAMPLING) <= set(real["sampling"])

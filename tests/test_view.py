@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from shutil import which
 
@@ -331,6 +332,9 @@ def test_the_curve_of_several_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", arguments)
     curve.main()
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "b/metrics.jsonl").write_text('{"step": 1, "logprob_diff": 0.0}')
+    with warnings.catch_warnings(action="error"):
+        curve.draw([tmp_path / "b"], tmp_path / "zero.png")  # no logarithm
     monkeypatch.setattr(sys, "argv", ["curve", str(tmp_path / "no_run")])
     with pytest.raises(SystemExit) as ended:
         curve.main()

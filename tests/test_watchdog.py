@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import train
 from extras import watchdog
-from extras.watchdog import Patience, deadline, extend, watch
+from extras.watchdog import Patience, deadline, extend, set_timeouts, watch
+from tests.conftest import Config
 
 HERE = Path(__file__).resolve().parent.parent
 TINY = HERE / "assets/tiny"
@@ -166,8 +168,16 @@ def test_only_the_first_rank_of_a_group_watches(monkeypatch):
 
 def test_extend_makes_train_start_the_watched_engine(monkeypatch):
     monkeypatch.setattr(train, "SGLangEngine", PretendedEngine)
-    assert extend(train.Trainer) is train.Trainer
+    assert issubclass(extend(train.Trainer), train.Trainer)
     assert issubclass(train.SGLangEngine, PretendedEngine) and train.SGLangEngine is not PretendedEngine
+
+
+def test_all_groups_get_the_timeout(mesh):
+    set_timeouts(4321)
+    for one in mesh.values():
+        backend = one.get_group()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 4321
+    set_timeouts(1800)
 
 
 def test_a_slow_call_ends_the_run(engine, ended):
@@ -282,7 +292,7 @@ def survive_and_freeze():
 
     received = []
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-    config = train.Config(device="cpu", dtype="float32", engine="sglang", engine_timeout=20, max_new_tokens=8)
+    config = Config(device="cpu", dtype="float32", engine="sglang", engine_timeout=20, max_new_tokens=8)
     config.sglang_args = json.dumps(SGLANG_ARGS)
     mesh = train.init_distributed(config)
     tokenizer = AutoTokenizer.from_pretrained(TINY)

@@ -75,7 +75,7 @@ def draw(runs: list[Path], output: Path):
                 values = [value for _, value in points]
                 axes.plot(steps, values, style, color=f"C{i}", label=legend, marker=marker)
         axes.set(title=title, xlabel="training step", ylabel=label)
-        axes.set_yscale("log" if "logprob_diff" in metrics else "linear")
+        axes.set_yscale("log" if "logprob_diff" in metrics and axes.dataLim.ymax > 0 else "linear")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize="x-small")
         axes.grid(alpha=0.3)

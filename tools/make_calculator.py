@@ -21,10 +21,10 @@ import torch
 import torch.nn.functional as F
 
 from recipes.math_python import HINT
+from recipes.problems import PROMPT
 from recipes.turns import user_turn
 from tools.make_guesser import batch_of, encode, read_options, teach
 from tools.make_tiny import END, make_model, make_tokenizer
-from train import MATH
 
 TRAIN, TEST, TOOL = 1024, 128, 0.2  # problems; problems; the share of answers that use the tool, at the end
 QUESTION, RESULT = "What is {} * {}?", "Code execution result: "
@@ -32,7 +32,7 @@ PHRASES = [
     "user\n",
     "assistant\n",
     "What is ",
-    MATH.format(""),
+    PROMPT.format(""),
     HINT,
     "<python>print(",
     ")</python>",
@@ -58,7 +58,7 @@ def episode(pair: tuple[int, int], share: float, rng: random.Random) -> tuple[st
     """A prompt, and the pieces that follow, each with whether the policy writes it; `share` use the tool."""
     a, b = rng.sample(pair, 2)
     hint = rng.choice(("", HINT, HINT, HINT))
-    prompt = MATH.format(QUESTION.format(a, b)) + hint
+    prompt = PROMPT.format(QUESTION.format(a, b)) + hint
     if not hint or rng.random() > share:
         return prompt, [(rf"\boxed{{{a * b}}}{END}", True)]
     sign, value = rng.choice((("+", a + b), ("-", a - b), ("*", a * b)))

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.hf_argparser import HfArgumentParser
 
+from extras import add_flags, embedded
 from extras.checks import FAMILIES, brief, raise_parser_error
 from extras.local_engine import LocalEngine
 from recipes.lora import TARGETS
@@ -41,7 +42,7 @@ LOGIT = 20  # bytes per logit of a chunk at the peak of its backward pass: five 
 
 
 @dataclass
-class PlanConfig(Config):
+class PlanConfig(add_flags(Config)):
     """The flags of train.py, and the machine to plan for."""
 
     device: Literal["cuda", "cpu"] = flag(Config.device, "device of the actor")
@@ -59,10 +60,10 @@ def read_flags(arguments: list[str], config_class=PlanConfig) -> PlanConfig:
     Raises UserError for flags that cannot be planned.
     """
     HfArgumentParser.error = raise_parser_error
-    defaults = []
     if any(argument.split("=")[0] == "--gpu_gb" for argument in arguments):
         defaults = ["--device", "cuda", "--dtype", "bfloat16", "--engine", "sglang", "--model", Config.model]
-    config = parse_flags(config_class, defaults + arguments)
+        arguments = defaults + arguments
+    config = parse_flags(config_class, embedded.add_flags(arguments))
     if config.engine not in ("sglang", "local") and not config.engine.startswith("http"):
         raise UserError(f"--engine must be sglang, local or URLs of servers, not {config.engine}")
     if config.processes < 0 or not 0 <= config.gpu_gb < math.inf:

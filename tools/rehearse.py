@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import train
-from extras import offload
+from extras import offload, variants
 from extras.compile import compile_layers
 from extras.monitor import forward_flops, peak_flops
 from recipes import lora
@@ -276,11 +276,11 @@ def make_samples(config: Config, micro_batches: int, vocab_size: int) -> list[Sa
 def make_trainer(config: Config, mesh, vocab_size: int) -> Trainer:
     """A Trainer with an actor and, with --kl_coef, a reference, but no data, engine or log."""
     trainer_class, actor_class = (lora.LoRATrainer, lora.LoRAActor) if config.lora_rank else (Trainer, Actor)
-    trainer = object.__new__(offload.extend(trainer_class))
+    trainer = object.__new__(offload.extend(variants.extend(trainer_class)))
     trainer.config = config
     trainer.mesh = mesh
     trainer.path = config.model
-    trainer.engine = SimpleNamespace(exact=False, vocab_size=vocab_size)
+    trainer.engine = SimpleNamespace(vocab_size=vocab_size)
     trainer.reference = None
     trainer.actor = actor_class(trainer.load_policy(), mesh, config)
     trainer.reference = trainer.load_policy() if config.kl_coef else None
@@ -302,7 +302,7 @@ class Bucket:
 
 @contextmanager
 def fake_sglang():
-    """Modules with the names that SGLangEngine.send imports."""
+    """Modules with the names that SGLangEngine.push imports."""
     names = ("utils", "utils.patch_torch", "weight_sync", "weight_sync.tensor_bucket")
     modules = {f"sglang.srt.{name}": ModuleType(name) for name in names}
     modules |= {"sglang": ModuleType("sglang"), "sglang.srt": ModuleType("sglang.srt")}
@@ -316,7 +316,9 @@ def fake_sglang():
 def push(actor: Actor, mesh):
     """SGLangEngine.push, as a rank that does not talk to SGLang itself sees it."""
     engine = object.__new__(SGLangEngine)
+    engine.config = actor.config
     engine.engine = None
+    engine.awake = False
     engine.version = 0
     engine.group = mesh["tp"].get_group()
     with fake_sglang():
@@ -349,7 +351,7 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
                         for batch in batches:
                             batch.ref_logprobs, _ = trainer.reference.logprobs(batch)
                             trainer.reference.reshard()
-                trainer.actor.backward(batches, trainer.loss)
+                trainer.actor.backward(batches, trainer.forward)
                 found[name] = recorder.phase()
                 trainer.actor.step()
                 found[f"{name}: step"] = recorder.phase()
@@ -386,7 +388,7 @@ def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> flo
         batch = train.make_batch([sample], "cpu")
         for _ in range(WARM_UP + repeats):
             start = time.perf_counter()
-            loss, _ = trainer.loss(batch)
+            loss, _ = trainer.forward(batch)
             loss.backward()
             times.append(time.perf_counter() - start)
             trainer.actor.optimizer.zero_grad()

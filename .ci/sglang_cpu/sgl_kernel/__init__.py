@@ -1,4 +1,20 @@
-"""Test support, not product code: a stub for sglang's kernels, which have no build for a CPU without AMX."""
+"""Test support, not product code: a stub for sglang's kernels, which have no build for a CPU without AMX.
+
+sglang imports it where it runs on a CPU; so it also sees to what sglang asks of torch there.
+"""
+
+import torch
+
+get_device_module = torch.get_device_module
+
+
+def device_module(device=None):
+    """torch.get_device_module, which without a device is torch.cuda in a CUDA build, even without a GPU."""
+    return get_device_module("cpu" if device is None else device)
+
+
+if not torch.cuda.is_available():
+    torch.get_device_module = device_module
 
 
 def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start, end, out_cache_loc, pool_len):
