@@ -1,4 +1,4 @@
-"""What train.py goes without when it is copied alone: flags, and classes that wrap its Trainer.
+"""What a lone train.py lacks: further flags, and classes that wrap its Trainer.
 
 A module here may have a dataclass `Flags`, whose fields become command-line flags, and a function
 `extend(trainer_class) -> trainer_class`. `local_engine` and `servers`, which --engine loads, have neither;
@@ -30,7 +30,7 @@ ORDER = (  # later ones wrap earlier ones
 
 
 def load_all() -> list:
-    """The modules of ORDER that are there."""
+    """The modules of ORDER that exist."""
     folder = Path(__file__).parent
     return [importlib.import_module(f"extras.{name}") for name in ORDER if (folder / f"{name}.py").exists()]
 

@@ -3,8 +3,8 @@
 Groups stay on the rank that sampled them until their advantages are known. In an update all ranks wait for
 the one with the most tokens in every micro-batch: with eight groups per rank, a seventh to a third of the
 time (bench/idle.py). Between ranks of one machine a few samples are moved; the loss divides by global counts,
-so that this changes no gradient beyond the order of its sums. Machines are not balanced among each other, and
-neither are tensor-parallel groups that span machines. Without this file ranks keep what they sampled.
+so gradients change only by their summation order. Load is not balanced across machines, nor across
+tensor-parallel groups that span machines. Without this file ranks keep what they sampled.
 """
 
 import os
@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-CLOSE = 0.02  # of the mean: loads that differ by less are left alone
+CLOSE = 0.02  # share of the mean; smaller differences are left alone
 
 
 def moves(loads: list[int], movable: list[list[int]]) -> list[tuple[int, int, int]]:
-    """Which samples to move, as (from rank, its index there, to rank).
+    """Chooses the samples to move, as (from rank, index there, to rank).
 
     loads are the tokens of each rank, movable the lengths of those of its samples that may leave it.
     """
@@ -31,7 +31,7 @@ def moves(loads: list[int], movable: list[list[int]]) -> list[tuple[int, int, in
         fitting = [i for i, length in left[fullest].items() if length < gap]
         if not fitting or gap * len(loads) < CLOSE * sum(loads):
             return found
-        best = min(fitting, key=lambda i: abs(gap - 2 * left[fullest][i]))  # nearest to half of the gap
+        best = min(fitting, key=lambda i: abs(gap - 2 * left[fullest][i]))  # closest to half the gap
         length = left[fullest].pop(best)
         loads[fullest] -= length
         loads[emptiest] += length
@@ -39,14 +39,14 @@ def moves(loads: list[int], movable: list[list[int]]) -> list[tuple[int, int, in
 
 
 def without_row(sample):
-    """A sample with what an update needs: its row and state may be large, or of this process alone."""
+    """A copy with only what an update needs: a row or state may be large, or tied to this process."""
     other = copy(sample)
     other.messages, other.row, other.state = [], {}, {}
     return other
 
 
 def extend(trainer_class: type) -> type:
-    """A trainer whose ranks share their samples within a machine; a recipe declines by `balanced = False`."""
+    """A trainer whose ranks share samples within a machine; a recipe opts out with `balanced = False`."""
 
     class BalancingTrainer(trainer_class):
         balanced = getattr(trainer_class, "balanced", True)
@@ -71,7 +71,7 @@ def extend(trainer_class: type) -> type:
             return super().micro_batches(self.exchange(samples) if self.neighbors else samples)
 
         def is_detailed(self, sample) -> bool:
-            """Whether a sample is logged token by token, and has to stay; extras/monitor.py knows."""
+            """Whether a sample is logged token by token, and must stay; extras/monitor.py overrides this."""
             return False
 
         def exchange(self, samples: list) -> list:
@@ -84,7 +84,7 @@ def extend(trainer_class: type) -> type:
             dist.all_gather_object(known, (load, lengths), group=self.neighbors)
             me = self.neighbors.rank()
             planned = moves([load for load, _ in known], [lengths for _, lengths in known])
-            if not planned:  # as all ranks know
+            if not planned:  # all ranks agree on this
                 return samples
             leaving = [(target, movable[i]) for rank, i, target in planned if rank == me]
             parts = [None] * self.neighbors.size()

@@ -7,9 +7,9 @@ RUN/checkpoint-STEP, and none of its files can execute code when loaded:
     state.json            step, place in the data, random states, lengths of the log files, flags of the run
     model/                the same weights as a Hugging Face folder
 
-It is written as RUN/partial and renamed once it is complete and synced to disk. What it holds are learners:
-objects with `parameters` {name: DTensor}, an AdamW `optimizer` over them and its `scheduler`. These are the
-actor, or, in a recipe with more of them, the dict `trainer.learners`.
+It is written as RUN/partial and renamed once it is complete and synced to disk. It holds learners: objects
+with `parameters` {name: DTensor}, an AdamW `optimizer` over them and its `scheduler`. These are the actor,
+or, in a recipe with more of them, the dict `trainer.learners`.
 """
 
 import asyncio
@@ -42,17 +42,17 @@ from train import UserError, flag
 
 @dataclass
 class Flags:
-    save_every: int = flag(0, "steps between checkpoints; 0: only when SIGTERM or Ctrl-C ends the run")
-    resume: str = flag("", "checkpoint or run folder to continue; auto: that of --output_dir, if any")
+    save_every: int = flag(0, "steps between checkpoints; 0: only on SIGTERM or Ctrl-C")
+    resume: str = flag("", "checkpoint or run folder to resume; auto: newest in --output_dir, if any")
 
 
-KEPT = 2  # the newest checkpoints of a run
+KEPT = 2  # newest checkpoints kept per run
 LOGS = ("metrics.jsonl", "samples.jsonl")
 DAMAGE = (OSError, ValueError, KeyError, TypeError, SafetensorError, CheckpointException)
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line; of the errors that torch collected from several ranks, the first one."""
+    """An error in one line; if torch collected errors from several ranks, the first one."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     lines = str(error).strip().splitlines()
@@ -71,7 +71,7 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def find_checkpoint(resume: str, output_dir: str) -> Path | None:
-    """The checkpoint that --resume names, or the newest one of the run that it names; without --resume None.
+    """The checkpoint that --resume names, or the newest one of the run that it names; None without --resume.
 
     "auto" stands for --output_dir, and then None means that there is no checkpoint yet. Raises UserError if
     there is no such checkpoint.
@@ -81,7 +81,7 @@ def find_checkpoint(resume: str, output_dir: str) -> Path | None:
     if resume == "auto" and not output_dir:
         raise UserError("--resume auto looks for checkpoints in --output_dir: set it, too")
     folder = Path(output_dir if resume == "auto" else resume)
-    if os.path.exists(folder / "state.json"):  # False, too, for a name that is too long
+    if os.path.exists(folder / "state.json"):  # also False if the name is too long
         return folder
     found = checkpoints(folder) if os.path.isdir(folder) else []
     if not found and resume != "auto":
@@ -116,7 +116,7 @@ class Lock:
     """Keeps other processes out of a run folder, until `release` or the end of this process."""
 
     def __init__(self, folder: Path):
-        """Makes the folder if necessary. Raises UserError if it is in use or not writable."""
+        """Creates the folder if necessary. Raises UserError if it is in use or not writable."""
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -135,9 +135,9 @@ class Lock:
         except OSError as error:
             tqdm.write(f"{folder} has no lock against a second process: {error.strerror}")
         self.file.seek(0)
-        self.unfinished = self.file.read()  # the last holder, unless it came to its end
+        self.unfinished = self.file.read()  # the last holder, unless it finished
         self.write(f"{os.getpid()} on {socket.gethostname()}")
-        os.register_at_fork(after_in_child=self.file.close)  # or a child would keep the lock after our death
+        os.register_at_fork(after_in_child=self.file.close)  # or a child would keep the lock after we exit
 
     def write(self, text: str):
         self.file.truncate(0)
@@ -145,12 +145,12 @@ class Lock:
         self.file.flush()
 
     def release(self):
-        """Ends the lock of a run that came to its end."""
+        """Releases the lock of a run that has finished."""
         self.write("")
         self.file.close()
 
     def undo(self):
-        """Ends the lock of a run that did not begin, and leaves the folder as it was."""
+        """Releases the lock of a run that did not begin, and leaves the folder as it was."""
         self.write(self.unfinished)
         if [path.name for path in self.folder.iterdir()] == ["lock"]:
             shutil.rmtree(self.folder)
@@ -158,7 +158,7 @@ class Lock:
 
 
 def claim_run(config) -> tuple[Lock, Path | None]:
-    """Settles and locks config.output_dir, by default named by the time. Returns the checkpoint to resume.
+    """Chooses and locks config.output_dir, by default named after the time. Returns the checkpoint to resume.
 
     Raises UserError where that would write over a run, or over later steps of this one.
     """
@@ -185,7 +185,7 @@ def check_free(run: Path, checkpoint: Path | None, is_auto: bool, unfinished: bo
                 "another --output_dir to branch off"
             )
     elif (run / LOGS[0]).exists():
-        has_started = unfinished or not (run / "model").exists()  # and may be started again
+        has_started = unfinished or not (run / "model").exists()  # such a run may be restarted
         if newest or not is_auto or not has_started:
             raise UserError(f"--output_dir {run} already holds a run; set another folder, or remove that one")
     elif (run / "model").exists():
@@ -193,7 +193,7 @@ def check_free(run: Path, checkpoint: Path | None, is_auto: bool, unfinished: bo
 
 
 def check_shared(folder: Path):
-    """Raises UserError on all ranks if one of them does not see a folder that rank 0 has made."""
+    """Raises UserError on all ranks if one of them does not see a folder that rank 0 has created."""
     seen = torch.tensor(float(folder.exists()))
     dist.all_reduce(seen, dist.ReduceOp.MIN)
     if not seen:
@@ -228,7 +228,7 @@ def random_states() -> dict:
 
 
 def set_random_states(states: dict):
-    """The reverse of `random_states`, from what JSON made of it."""
+    """Restores what `random_states` returned, as read back from JSON."""
     version, inner, gauss = states["python"]
     random.setstate((version, tuple(inner), gauss))
     np.random.set_state(tuple(states["numpy"]))
@@ -253,7 +253,7 @@ def read_state(checkpoint: Path) -> dict:
 # ---- Writing and loading ---------------------------------------------------------------------------------
 @contextmanager
 def writing(folder: Path):
-    """Turns a failure to write a folder into a UserError, and removes the folder then."""
+    """Turns a failure to write a folder into a UserError, and removes the folder."""
     try:
         yield
     except DAMAGE as error:
@@ -313,9 +313,9 @@ def save_checkpoint(run: Path, state: dict, learners: dict, export):
 
 
 def load_checkpoint(checkpoint: Path, state: dict, learners: dict):
-    """Fills the learners, their schedules and the random states; numbers of ranks may differ from then.
+    """Fills the learners, their schedules and the random states; the number of ranks may have changed.
 
-    Raises UserError if it is of another model or damaged. All ranks call it together.
+    Raises UserError if the checkpoint is damaged or of another model. All ranks call it together.
     """
     tensors = learner_tensors(learners)
     reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
@@ -340,7 +340,7 @@ def load_checkpoint(checkpoint: Path, state: dict, learners: dict):
 
 
 def set_schedule(learner, updates: int):
-    """Sets the learning rate after so many updates, by the flags given now."""
+    """Sets the learning rate for this number of past updates, by the flags given now."""
     scheduler = learner.scheduler
     scheduler.last_epoch = updates
     for group, peak, factor in zip(learner.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
@@ -348,7 +348,7 @@ def set_schedule(learner, updates: int):
 
 
 def restore_logs(older: Path, run: Path, lengths: dict[str, int]):
-    """Gives a run the first bytes of the logs of an older one, which may be the same; no lengths: no logs.
+    """Copies the first bytes of an older run's logs, or truncates this run's; removes logs without a length.
 
     Raises UserError if a log is shorter than it was.
     """
@@ -369,7 +369,7 @@ def restore_logs(older: Path, run: Path, lengths: dict[str, int]):
 
 # ---- SIGTERM and Ctrl-C ----------------------------------------------------------------------------------
 class Stopped(BaseException):
-    """A signal asks the run to end, and all ranks know. Like KeyboardInterrupt, it is no error to report."""
+    """A signal asks the run to end, and all ranks know. Like KeyboardInterrupt, it is not an error."""
 
 
 class Stop:
@@ -382,7 +382,7 @@ class Stop:
     grace = 2.0
 
     def __init__(self):
-        self.signal = 0  # the one received
+        self.signal = 0  # number of the received signal
         self.time = 0.0
         self.dropping = False  # a rollout is under way: its episodes may be dropped
         self.episodes = set()  # tasks
@@ -403,7 +403,7 @@ class Stop:
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def play(self, sample, episode):
-        """Runs the coroutine of an episode; one that is dropped returns the sample as it is."""
+        """Runs the coroutine of an episode; a dropped episode returns the sample as it is."""
         if self.signal and self.dropping:
             episode.close()
             return sample
@@ -448,7 +448,7 @@ class Resumable:
     def __init__(self, config, *arguments):
         self.stop = Stop()
         self.lock = None
-        self.claimed = None  # on rank 0 the checkpoint to resume
+        self.claimed = None  # on rank 0, the checkpoint to resume
         if train.RANK == 0:
             self.lock, self.claimed = claim_run(config)
         try:
@@ -463,7 +463,7 @@ class Resumable:
         self.folder = Path(config.output_dir)
         if config.save_every or checkpoint:
             check_shared(self.folder)
-        self.saved_state = None  # of the last whole step
+        self.saved_state = None  # after the last whole step
         self.wandb_id = ""
         if checkpoint:
             self.load(checkpoint)
@@ -492,20 +492,20 @@ class Resumable:
         if train.RANK == 0:
             rest = "nothing is left to do" if self.first_step > self.config.steps else "the run continues"
             tqdm.write(f"{checkpoint}: {rest} after step {state['step']} of {self.config.steps}")
-        drawn = state.get("draws", 0) * state["flags"]["prompts_per_step"]  # of an older train.py
+        drawn = state.get("draws", 0) * state["flags"]["prompts_per_step"]  # written by an older train.py
         self.prompts_drawn = state.get("prompts_drawn", drawn)
         self.prompts = islice(self.prompts, self.prompts_drawn, None)
         if hasattr(self, "monitor"):
             self.monitor = type(self.monitor)(asdict(self.config), **state["monitor"])
         self.remember(state["step"])
         self.saved_state["version"] = state["version"]
-        self.engine.version = state["version"] - 1  # the first push is that of these weights again
+        self.engine.version = state["version"] - 1  # the first push sends these weights again
         if hasattr(self, "gate"):
             self.gate.pushes = self.engine.version
 
     def remember(self, step: int):
-        """Notes what a checkpoint needs, after a whole step: a rollout dropped later leaves no trace."""
-        if wandb.run:  # it has ended when the last step is logged
+        """Records what a checkpoint needs after a whole step, so a rollout dropped later leaves no trace."""
+        if wandb.run:  # it is closed once the last step is logged
             self.wandb_id = wandb.run.id
         lengths = {name: self.folder / name for name in LOGS if (self.folder / name).exists()}
         self.saved_state = {
@@ -548,9 +548,9 @@ class Resumable:
             self.lock.release()
 
     def bring_back_actors(self):
-        """With --offload, moves what is trained to its device again, in the middle of a rollout."""
+        """With --offload, moves the trained models back to their device in the middle of a rollout."""
         if hasattr(self, "move_actors") and self.config.offload:
-            if getattr(self.engine, "engine", None):  # SGLang continues what was dropped, and could not sleep
+            if getattr(self.engine, "engine", None):  # or dropped requests would keep SGLang awake
                 self.engine.engine.tokenizer_manager.abort_request(abort_all=True)
             self.engine.sleep()
             self.move_actors(self.config.device)
@@ -574,7 +574,7 @@ class Resumable:
         return samples
 
     def sample(self, *arguments):
-        """Samples, and leaves the rollout here if its episodes were dropped: nobody sees those."""
+        """Samples, and ends the rollout here if its episodes were dropped, so nothing uses them."""
         samples = super().sample(*arguments)
         if self.stop.dropping:
             self.stop.check()

@@ -1,8 +1,8 @@
 """Mistakes end a run early, with one line that names the flag, its value and what to do.
 
 `extend` checks the flags, the model, the data and the output folder before anything slow starts, ends a run
-whose gradients are not finite, and turns errors of the machine (no memory, full disk, a lost process) into
-one line. Without this file train.py does the same work, and most of these are tracebacks.
+whose gradients are not finite, and turns system errors (out of memory, full disk, lost process) into one
+line. Without this file train.py does the same work, but most of these errors are tracebacks.
 """
 
 import argparse
@@ -43,14 +43,14 @@ NOT_NEGATIVE = (
     "clip_low clip_high kl_coef entropy_coef tis_cap steps warmup_steps eval_every eval_temperature "
     "save_every reward_workers max_failures token_groups"
 ).split()
-FAMILIES = ("qwen2", "qwen3", "llama")  # Qwen2.5 is a qwen2
+FAMILIES = ("qwen2", "qwen3", "llama")  # Qwen2.5 has the type qwen2
 SECRET = re.compile("api_key|password|secret|auth_token|access_token")
-FIRST_ROWS = 8  # of a dataset, made prompts before the run starts
-MAX_SKIPPED_STEPS = 5  # in a row, without a finite gradient
-GPU_FILE = Path("/dev/nvidia0")  # is there if the machine has a GPU and its driver
+FIRST_ROWS = 8  # rows that are turned into prompts before the run starts
+MAX_SKIPPED_STEPS = 5  # consecutive steps without a finite gradient
+GPU_FILE = Path("/dev/nvidia0")  # exists if the machine has a GPU and its driver
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-MANY_COMPLETIONS = 100_000  # of a step, of which a line warns
-REMINDER_SECONDS = 60  # of one call of reward_fn before a line says that it is still running
+MANY_COMPLETIONS = 100_000  # per step; more of them cause a warning
+REMINDER_SECONDS = 60  # before a line says that one call of reward_fn is still running
 
 
 @dataclass
@@ -59,14 +59,14 @@ class Flags:
 
 
 def brief(error: BaseException) -> str:
-    """The first line of an error's message, with the second where it only announces that one."""
+    """The first line of an error's message, with the second if the first only announces it."""
     first, *rest = (str(error).strip() or type(error).__name__).splitlines()
     return " ".join([first, *map(str.strip, rest[: first.endswith(":")])])
 
 
 # ---- Flags -----------------------------------------------------------------------------------------------
 def raise_parser_error(parser: argparse.ArgumentParser, message: str):
-    """Takes the place of ArgumentParser.error, which prints the usage and exits."""
+    """Replaces ArgumentParser.error, which prints the usage and exits."""
     module = sys.modules["__main__"].__spec__  # set by python -m
     program = f"-m {module.name}" if module else parser.prog
     message = f"{message} (python {program} --help lists all flags)"
@@ -75,7 +75,7 @@ def raise_parser_error(parser: argparse.ArgumentParser, message: str):
 
 
 def declared(config, names: list[str]) -> list[str]:
-    """Those names that are flags: extras and recipes declare theirs."""
+    """Those of the names that are flags: extras and recipes declare their own."""
     return [name for name in names if hasattr(config, name)]
 
 
@@ -106,7 +106,7 @@ def compares_groups(config) -> bool:
 
 
 def check_engine_flags(config):
-    """Raises UserError for an engine that does not exist, and for --sglang_args that are no JSON object."""
+    """Raises UserError for an unknown engine, and for --sglang_args that are not a JSON object."""
     if config.engine == "sglang" and not importlib.util.find_spec("sglang"):
         raise UserError("--engine sglang: SGLang is not installed; pip install -r requirements.txt")
     if config.engine not in ("sglang", "local") and not config.engine.startswith(("http://", "https://")):
@@ -196,7 +196,7 @@ def check_output(config):
 
 # ---- Model, tokenizer, data ------------------------------------------------------------------------------
 def check_model(config) -> tuple[str, int]:
-    """The folder of --model, fetched if necessary, and the longest prompt that fits, in tokens."""
+    """The folder of --model, downloaded if necessary, and the longest prompt that fits, in tokens."""
     name = config.model
     files = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
     try:
@@ -336,7 +336,7 @@ def checked(dataset_class: type, config, tokenizer, room: int) -> type:
                 raise
             except Exception as error:
                 if isinstance(error, IndexError) and index >= len(self):
-                    raise  # ends a loop over the dataset
+                    raise  # this ends a loop over the dataset
                 raise UserError(
                     f"{self.flag}: row {index} cannot be made a prompt: {type(error).__name__}: "
                     f"{brief(error)}; see {dataset_class.__name__}.__getitem__"
@@ -383,7 +383,7 @@ def checked(dataset_class: type, config, tokenizer, room: int) -> type:
     return CheckedDataset
 
 
-# ---- Errors while a run goes on --------------------------------------------------------------------------
+# ---- Errors during a run ---------------------------------------------------------------------------------
 def explain(error: BaseException) -> str:
     """One line for an error whose traceback would not help; else ""."""
     if isinstance(error, UserError | ConnectionError | TimeoutError):
@@ -393,7 +393,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, torch.OutOfMemoryError):
         return (
             f"{brief(error).partition('. ')[0]}: lower --tokens_per_micro_batch, or mem_fraction_static in "
-            "--sglang_args, or set --offload True; python -m tools.plan counts what fits"
+            "--sglang_args, or set --offload True; python -m tools.plan computes what fits"
         )
     if isinstance(error, OSError) and error.errno in NO_SPACE:
         return f"{error.strerror}: {error.filename or 'a file of this run'}; free space, and --resume the run"
@@ -427,7 +427,7 @@ def report_to_torchrun(message: str):
 
 @contextmanager
 def one_line_errors():
-    """Makes UserErrors of errors that have an explanation, and reports every error to torchrun."""
+    """Turns errors that can be explained into UserErrors, and reports every error to torchrun."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -443,7 +443,7 @@ def one_line_errors():
 
 
 def with_reminders(reward_fn):
-    """The same function; a line names the place where one call has blocked its rank for 1, 2, 4, ... minutes.
+    """The same function; if a call blocks its rank for 1, 2, 4, ... minutes, a line names the place.
 
     An async function that waits blocks nothing and has --reward_timeout. Uses SIGALRM, unless reward_fn does.
     """
@@ -456,13 +456,13 @@ def with_reminders(reward_fn):
         start = time.monotonic()
 
         def remind(number, frame):
-            frames = [frame]  # from the innermost one to that of call
+            frames = [frame]  # from the innermost frame to that of `call`
             while frames[-1].f_code is not call.__code__:
                 frames.append(frames[-1].f_back)
-            file = frames[-2:][0].f_code.co_filename  # that of reward_fn
+            file = frames[-2:][0].f_code.co_filename  # reward_fn's own
             line = next(one.f_lineno for one in frames if one.f_code.co_filename == file)
             seconds = time.monotonic() - start
-            with suppress(RuntimeError):  # reward_fn itself was printing
+            with suppress(RuntimeError):  # raised if reward_fn itself was printing
                 tqdm.write(
                     f"rank {RANK}: reward_fn has been running for {seconds:.0f} s, now at {file}:{line}, and "
                     "everything else waits for it; make it async, or set --reward_workers"
@@ -474,7 +474,7 @@ def with_reminders(reward_fn):
             signal.setitimer(signal.ITIMER_REAL, REMINDER_SECONDS)
             return reward_fn(sample)
         finally:
-            if signal.getsignal(signal.SIGALRM) is remind:  # not one that reward_fn has installed
+            if signal.getsignal(signal.SIGALRM) is remind:  # unless reward_fn has installed its own
                 signal.signal(signal.SIGALRM, signal.SIG_IGN)  # first: remind would set the timer again
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -486,9 +486,9 @@ def extend(trainer_class: type) -> type:
     """A trainer that reports mistakes in one line; also changes how argparse, stdout and torch report."""
     HfArgumentParser.error = raise_parser_error
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a character that the screen lacks ends no run
+        sys.stdout.reconfigure(errors="backslashreplace")  # an unprintable character must not end a run
     for name in ("torch.distributed.tensor._redistribute", "transformers.tokenization_utils_base"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # hints that are no news to the user
+        logging.getLogger(name).setLevel(logging.ERROR)  # hints that do not help the user
 
     class CheckedTrainer(trainer_class):
         def __init__(self, config, dataset_class, reward_fn, env_step):
@@ -507,8 +507,8 @@ def extend(trainer_class: type) -> type:
                 seed = (config.seed + RANK) % 2**32
                 set_seed(seed)  # now: SGLang has drawn its ports from Python's generator
             self.max_failures = config.max_failures
-            self.skipped_prompts = 0  # of this rank's rollout
-            self.skipped_steps = 0  # in a row
+            self.skipped_prompts = 0  # in this rank's rollout
+            self.skipped_steps = 0  # consecutive ones
 
         def fit(self):
             with one_line_errors():
@@ -533,7 +533,7 @@ def extend(trainer_class: type) -> type:
 
         async def episode(self, sample, temperature: float):
             sample = await super().episode(sample, temperature)
-            if sample.failure.rstrip().endswith("TimeoutError"):  # without a message: of the core's own limit
+            if sample.failure.rstrip().endswith("TimeoutError"):  # no message: from the core's own limit
                 limit = f"{self.config.reward_timeout:g} s (--reward_timeout)"
                 sample.failure = f"TimeoutError: reward_fn or env_step took over {limit}"
             return sample
@@ -545,8 +545,8 @@ def extend(trainer_class: type) -> type:
             self.skipped_steps = 0 if math.isfinite(metrics["grad_norm"]) else self.skipped_steps + 1
             if self.skipped_steps >= MAX_SKIPPED_STEPS:
                 raise UserError(
-                    f"the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite, and changed "
-                    "nothing: lower --lr, or see the rewards in samples.jsonl"
+                    f"the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite, and were "
+                    "skipped: lower --lr, or check the rewards in samples.jsonl"
                 )
             return metrics | ({"skipped_prompts": skipped} if skipped else {})
 

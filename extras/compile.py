@@ -1,8 +1,8 @@
 """--compile True: torch.compile of each layer of the actor and the reference.
 
-Graphs have dynamic shapes, because every micro-batch has another length. Attention over packed samples stays
-outside of them (train.packed_attention). The first step takes about a minute longer. Tensor-parallel layers
-cannot be compiled this way: torch 2.13 and 2.14 recurse endlessly over DTensors of changing lengths.
+Graphs have dynamic shapes, because every micro-batch has a different length. Attention over packed samples
+stays outside of them (train.packed_attention). The first step takes about a minute longer. Tensor-parallel
+layers cannot be compiled this way: torch 2.13 and 2.14 recurse endlessly over DTensors of changing lengths.
 """
 
 from dataclasses import dataclass

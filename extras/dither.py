@@ -1,14 +1,14 @@
-"""--dither True: bfloat16 weights start anywhere in their rounding cells, so that small updates count.
+"""--dither True: weights start at random points of their bf16 rounding cells, so that small updates count.
 
-The optimizer steps in fp32, but layers and engines compute with weights rounded to bf16, whose neighbours
-are 1/256 to 1/128 of a weight apart: for a weight of 0.02 about a hundred steps at a learning rate of 1e-6.
-A checkpoint in bf16 starts in the middle of every such cell, so that at first about 99 % of what a step
-changes is rounded away (arXiv:2602.03839 sec. 3). Here each weight of the actor gets a random place in its
-cell. Rounded, all are what they were; but now an update by a hundredth of a cell moves one weight in a
-hundred by a whole cell, which is right on average. Quantizers of sound and images call this dither.
+The optimizer steps in fp32, but layers and engines compute with weights rounded to bf16, whose neighbours are
+1/256 to 1/128 of a weight apart: for a weight of 0.02 about a hundred steps at a learning rate of 1e-6. The
+weights of a bf16 checkpoint are in the middle of their rounding cells, so at first about 99 % of each step's
+change is rounded away (arXiv:2602.03839 sec. 3). Here each weight of the actor gets a random place in its
+cell. Rounded, the weights are unchanged; but now an update by a hundredth of a cell moves one weight in a
+hundred by a whole cell, which is right on average. Audio and image quantizers call this dither.
 
-Weights that are no bf16 numbers stay as they are, and so do the reference, frozen weights, and all weights
-in fp32.
+Weights that are not exactly representable in bf16 are left unchanged, and so are the reference, frozen
+weights, and all weights of fp32 runs.
 """
 
 from dataclasses import dataclass
@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from train import flag
 
-HALF = 2**15  # of a rounding cell, in units of the last bit of fp32
+HALF = 2**15  # half a rounding cell, in units of the last bit of fp32
 
 
 @dataclass
 class Flags:
-    dither: bool = flag(True, "weights of a bfloat16 run start anywhere in their rounding cells")
+    dither: bool = flag(True, "bfloat16 only: random start of each weight within its rounding cell")
 
 
 def dither(weight: torch.Tensor, generator: torch.Generator):
-    """Moves fp32 weights that are bf16 numbers to random places in their rounding cells, in place."""
-    bits = weight.view(torch.int32)  # of one sign, numbers are in the order of their bits
+    """Moves fp32 weights that bf16 represents exactly to random points of their rounding cells, in place."""
+    bits = weight.view(torch.int32)  # floats of one sign are ordered as their bits
     movable = (bits & 0xFFFF == 0) & (weight != 0)
     shift = {"generator": generator, "device": weight.device, "dtype": torch.int32}
     bits += movable * torch.randint(1 - HALF, HALF, weight.shape, **shift)
@@ -42,7 +42,7 @@ def part_of(weight: DTensor) -> list[int]:
 
 
 def add(weight: torch.Tensor, update: torch.Tensor, name: str):
-    """Adds an fp32 update to a weight in place; a bf16 weight with a name gets the same places each time."""
+    """Adds an fp32 update to a weight in place; a named bf16 weight is dithered in the same way each time."""
     whole = weight.float()
     if name and weight.dtype == torch.bfloat16:
         dither(whole, torch.Generator(weight.device).manual_seed(crc32(name.encode())))

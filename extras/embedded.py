@@ -20,11 +20,11 @@ def add_flags(arguments: list[str]) -> list[str]:
         return arguments
     flags = json.loads(FILE.read_text().replace("ASSETS", os.path.relpath(FILE.parent)))
     if "--data" in given:
-        del flags["data"], flags["eval_data"]  # which belong together
+        del flags["data"], flags["eval_data"]  # the two belong together
     return [f"--{name}={value}" for name, value in flags.items()] + arguments
 
 
 def extend(trainer_class: type) -> type:
-    """The same trainer; adds to sys.argv."""
+    """Returns the same trainer; adds flags to sys.argv."""
     sys.argv[1:] = add_flags(sys.argv[1:])
     return trainer_class

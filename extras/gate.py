@@ -2,13 +2,13 @@
 
 The core compares the log-probs of every rollout before the optimizer step (Trainer.check_engine). This file
 adds probes, in which the engine continues a few prompts and the actor scores the same tokens: at the start,
-after pushes for at most SHARE of the time of the steps, and to find the cause once the core's check fires.
+after pushes for at most SHARE of the steps' time, and once the core's check has fired, to find the cause.
 
 | fault                              | caught                                      | before it is learned   |
 |------------------------------------|---------------------------------------------|------------------------|
 | another model, dtype               | at the start                                | yes                    |
 | another temperature                | at the start; later by the next rollout     | yes                    |
-| nucleus, top_k, min_p              | at the start: they change no log-prob       | not if they come later |
+| top_p, top_k, min_p                | at the start: they change no log-prob       | not if they come later |
 | damaged or missing tensor          | by the next probe or rollout                | yes, above the bound   |
 | base weights (an engine restarted) | by the next probe or rollout                | yes, above the bound   |
 | stale weights, above the bound     | by the next probe or rollout                | yes                    |
@@ -34,15 +34,17 @@ from tqdm import tqdm
 import train
 from train import BOUND, UserError, flag
 
-PROMPTS = 8  # of a probe
-TOKENS = 8  # per prompt of a probe
+PROMPTS = 8  # per probe
+TOKENS = 8  # per prompt
 DRAWS = 512  # single tokens, drawn to see the tail of a distribution
-SHARE = 0.05  # of the time of the steps so far that probes after pushes may take
+SHARE = 0.05  # largest share of the steps' time so far for probes after pushes
 
 
 @dataclass
 class Flags:
-    gate: Literal["stop", "warn", "off"] = flag("stop", "reaction to log-probs that differ in the engine")
+    gate: Literal["stop", "warn", "off"] = flag(
+        "stop", "what to do if the engine's log-probs differ from the actor's"
+    )
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Scores:
         return (self.engine - self.actor).abs().mean().item()
 
     def moved(self, past: "Scores | None", side: str) -> float:
-        """How far a side's log-probs of the same tokens are from the past ones; infinite for other tokens."""
+        """How far a side's log-probs have moved from past ones; infinite if the tokens are not the same."""
         if past is None or not torch.equal(self.ids, past.ids):
             return float("inf")
         return (getattr(self, side) - getattr(past, side)).abs().mean().item()
@@ -101,13 +103,13 @@ class Gate:
         self.report(*self.tail_cause())
 
     def probe_weights(self) -> tuple[float, str]:
-        """The gap of greedily sampled tokens, the largest of all ranks, and its likely cause or ""."""
+        """The gap of greedily sampled tokens, the largest over all ranks, and its likely cause or ""."""
         samples = self.play(range(PROMPTS), 0.0, TOKENS)
         now = Scores(*self.score(samples, 1.0))
         failure = next((sample.failure for sample in samples if sample.failure), "")
         gap, cause = over_ranks(now.gap, failure or self.version_cause(samples) or self.weights_cause(now))
         self.first = self.first or now
-        if now.moved(self.last, "engine") != 0:  # else the actor's small steps since then add up
+        if now.moved(self.last, "engine") != 0:  # otherwise let the actor's small steps add up
             self.last = now
         return gap, cause
 
@@ -117,7 +119,7 @@ class Gate:
         _, remaining = self.probe_weights()
         if remaining:
             return f"{remaining} (a second push does not cure it)"
-        if cause.startswith("damaged"):  # so look weights from between the last two probes
+        if cause.startswith("damaged"):  # weights from between the last two probes look the same
             cause = "stale or damaged weights: the last push did not reach the engine, or only in part"
         return f"{cause} (a second push cures it)"
 
@@ -136,7 +138,7 @@ class Gate:
         if over_ranks(early_gap)[0] > self.bound / 2:
             return "stale weights: the last push did not reach the engine (a second push cures it)"
         return (
-            "a difference in later tokens only, as a few tokens are right: look for what applies to long or "
+            "a difference in later tokens only (the first few are right): look for what affects long or "
             "multi-turn sequences (rope scaling, the engine's cache, changes by a chat template)"
         )
 
@@ -186,7 +188,8 @@ class Gate:
         gap, _ = over_ranks(Scores(*self.score(samples, self.temperature)).gap)
         if gap <= self.bound:
             return gap, ""
-        grid = [round(self.temperature * factor / 20, 3) for factor in range(4, 61)]  # 0.2 to 3 times as high
+        # 0.2 to 3 times --temperature
+        grid = [round(self.temperature * factor / 20, 3) for factor in range(4, 61)]
         gaps = [over_ranks(Scores(*self.score(samples, one)).gap)[0] for one in grid]
         likely = grid[gaps.index(min(gaps))]
         if min(gaps) < gap / 4:
@@ -200,8 +203,8 @@ class Gate:
     def tail_cause(self) -> tuple[float, str]:
         """Probability of tokens that never come up, beyond the expected one, and its likely cause or "".
 
-        By Good and Turing (Good 1953, doi:10.1093/biomet/40.3-4.237) the share of tokens that came up once
-        estimates the probability of all that never came up. If the tail is cut off, these have more.
+        By Good and Turing (Good 1953, doi:10.1093/biomet/40.3-4.237), the share of tokens that came up once
+        estimates the probability of all that never did. If the tail is cut off, theirs is higher.
         """
         temperature = self.telling_temperature()
         drawn = self.play([0] * DRAWS, temperature, 1)
@@ -222,7 +225,7 @@ class Gate:
         return over_ranks(excess, cause)
 
     def telling_temperature(self) -> float:
-        """One at which the tail of the first prompt's next token has neither no probability nor all of it."""
+        """One at which the tail of the first prompt's next token has some of the probability, but not all."""
         low, high = 0.25, 16.0
         for _ in range(8):
             temperature = (low * high) ** 0.5
@@ -251,7 +254,7 @@ class Gate:
 
 
 def over_ranks(gap: float, cause: str = "") -> tuple[float, str]:
-    """The largest gap of all ranks (NaN if there is one), and the first cause that any rank has."""
+    """The largest gap over all ranks (NaN if there is one), and the first cause that any rank has."""
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (gap, cause))
     gaps, causes = zip(*parts)
@@ -270,10 +273,10 @@ class Probe:
         self.trainer = trainer
         self.config = copy(trainer.config)
         self.config.max_turns = 1
-        self.prompts = {}  # row: sample
+        self.prompts = {}  # row -> sample
 
     def prompt(self, row: int):
-        """A new sample that begins with the prompt of a row, of which a long one is cut."""
+        """A new sample that begins with the prompt of a row; a long prompt is cut."""
         trainer = self.trainer
         row = row % len(trainer.data)
         if row not in self.prompts:
@@ -318,7 +321,7 @@ class Probe:
         complete = [sample for sample in samples if not sample.failure]
         batch = train.make_batch(complete, self.config.device)
         logprobs, _ = model.logprobs(batch, temperature)
-        model.reshard()  # else the weights that the root has gathered stay until a backward pass
+        model.reshard()  # or the root's gathered weights would stay until a backward pass
         count = len(logprobs) if complete else 0  # without samples the batch is a filler
         return batch.targets[:count].cpu(), batch.engine_logprobs[:count].cpu(), logprobs[:count].cpu()
 
@@ -347,7 +350,7 @@ def run_on(loop, coroutines: list) -> list:
 
 
 class Budget:
-    """Allows probes after pushes while they take at most SHARE of the time of the steps so far."""
+    """Allows probes after pushes as long as they take at most SHARE of the steps' time so far."""
 
     def __init__(self):
         self.steps = 0.0  # seconds of finished steps
@@ -383,7 +386,7 @@ def extend(trainer_class: type) -> type:
             return found
 
         def publish(self):
-            """Pushes the weights, and probes the engine at the start and as often as it is affordable."""
+            """Pushes the weights, and probes the engine at the start and whenever the budget allows."""
             super().publish()
             self.gate.pushes += 1
             if self.config.gate == "off":
@@ -414,7 +417,7 @@ def extend(trainer_class: type) -> type:
             """Ends the run before the optimizer step, with the cause, if a rollout's log-probs differ."""
             if self.config.gate == "off" or gap <= self.gate.bound:
                 return
-            cause = "not looked for; --gate stop ends the run, and finds it"
+            cause = "not investigated; --gate stop ends the run and finds it"
             if self.config.gate == "stop":
                 self.actor.optimizer.zero_grad()  # frees memory for the engine; the run ends here
                 cause = self.gate.explain(gap, self.probe.early_gap(self.rollout_samples))

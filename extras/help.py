@@ -1,4 +1,4 @@
-"""--help in groups, a flag per paragraph, with the flags that people change first.
+"""--help in groups, a flag per paragraph, the most commonly changed ones first.
 
 The groups are the comments between the fields of Config, and the files in extras/ that add flags; the flags
 of a recipe come before them.
@@ -23,7 +23,7 @@ USAGE = "usage: torchrun --standalone --nproc_per_node=N {} [--FLAG VALUE ...]"
 
 
 def groups_of(config_class: type) -> dict[str, list[str]]:
-    """Titles -> names of flags: the most important, those of a recipe, of the core by comment, of extras."""
+    """Flag names by title: the most important, then the recipe's, the core's by comment, and the extras'."""
     names = {field.name for field in fields(config_class)}
     groups = {"the flags that people change": [name for name in FIRST if name in names]}
     groups["flags of this recipe"] = []
@@ -45,14 +45,14 @@ def groups_of(config_class: type) -> dict[str, list[str]]:
 def format_help(parser: HfArgumentParser) -> str:
     """The text of --help."""
     width = min(shutil.get_terminal_size().columns, 110)
-    actions = {action.dest: action for action in reversed(parser._actions)}  # without --no_NAME
+    actions = {action.dest: action for action in reversed(parser._actions)}  # leaves out --no_NAME
     module = sys.modules["__main__"].__spec__  # set by python -m
     recipe = (sys.modules["__main__"].__doc__ or "") if module else ""
     lines = [
         recipe,
         USAGE.format(f"-m {module.name}" if module else parser.prog),
         "",
-        "--help shows this and exits. Defaults stand in brackets. Without a GPU and",
+        "--help shows this and exits. Defaults are in brackets. Without a GPU and",
         "without --model, assets/embedded.json sets others.",
     ]
     for title, names in groups_of(parser.dataclass_types[0]).items():
@@ -69,6 +69,6 @@ def format_help(parser: HfArgumentParser) -> str:
 
 
 def extend(trainer_class: type) -> type:
-    """The same trainer; HfArgumentParser formats its help as above from now on."""
+    """Returns the same trainer; HfArgumentParser formats its help as above from now on."""
     HfArgumentParser.format_help = format_help
     return trainer_class

@@ -68,7 +68,7 @@ class Cache:
         for i, buffer in enumerate(self.buffers):
             if buffer.shape[3] < self.length:
                 room = max(4, self.length // 16)
-                anything = buffer[:, :, :, :room]  # what fills the new room does not matter
+                anything = buffer[:, :, :, :room]  # the content of the new room does not matter
                 self.buffers[i] = torch.cat((buffer, anything), dim=3)
 
     def update(self, keys, values, layer: int):
@@ -87,7 +87,7 @@ class Cache:
             self.buffers[i] = buffer.index_select(1, rows)
 
 
-@dataclass(eq=False)  # arrays do not compare to a single bool
+@dataclass(eq=False)  # comparing arrays does not give a single bool
 class Request:
     """A completion to sample, and the future that receives it."""
 
@@ -171,7 +171,7 @@ class LocalEngine:
         for layer in body.layers:  # one by one: body(...) would re-examine masks and options for every token
             states = layer(states, attention_mask=bias, position_embeddings=rotary, past_key_values=cache)
         logits = self.model.lm_head(body.norm(states[:, -1]))
-        return logits[:, : self.vocab_size]  # no ids beyond the tokenizer's
+        return logits[:, : self.vocab_size]  # leaves out ids beyond the tokenizer's
 
     def prefill(self, prompts: list[np.ndarray]):
         """Runs B prompts, each distinct one only once.
@@ -180,7 +180,7 @@ class LocalEngine:
         ones, and the cache.
         """
         cache = Cache()
-        unique = {}  # bytes of a prompt: its row
+        unique = {}  # bytes of a prompt -> its row
         for ids in prompts:
             unique.setdefault(ids.tobytes(), len(unique))
         width = max(map(len, prompts))
@@ -192,7 +192,7 @@ class LocalEngine:
         real = padded >= 0
         positions = (real.cumsum(1) - 1).clamp(min=0)
         seen = real[:, None, None] & torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        lowest = torch.finfo(self.model.dtype).min  # -inf would make NaN of padding, which sees nothing
+        lowest = torch.finfo(self.model.dtype).min  # -inf would turn padding, which sees no token, into NaN
         bias = torch.zeros_like(seen, dtype=self.model.dtype).masked_fill_(~seen, lowest)
         logits = self.forward(padded.clamp(min=0), positions, bias, cache)
         rows = torch.tensor([unique[ids.tobytes()] for ids in prompts], device=self.device)

@@ -1,5 +1,5 @@
-"""What a lone train.py leaves out of its log: seconds by phase, MFU, sentences about a step that has news,
-numbers per token, the first sample in full, the curves of a run.
+"""What a lone train.py leaves out of its log: seconds per phase, MFU, messages about noteworthy steps,
+per-token numbers, the first sample in full, the run's curves.
 
 Of a step's time_step, time_rollout is sampling with rewards and tools, time_update the backward passes and
 the optimizer, time_logprobs the rest of Trainer.learn (the reference's and the old log-probs), time_push the
@@ -66,8 +66,8 @@ class Flags:
 def forward_flops(config, lengths: list[int], trained: int) -> float:
     """FLOPs of one forward pass over sequences of these lengths, with the head at `trained` of their tokens.
 
-    A multiplication and an addition count as two. Counted are the matrices of the layers, causal attention (a
-    token sees half of its sequence on average) and the head; norms, rotations and activations are below 1 %.
+    A multiplication and an addition count as two. Counted are the layers' matrices, causal attention (a token
+    sees half of its sequence on average) and the head; norms, rotations and activations are below 1 %.
     """
     hidden = config.hidden_size
     heads = config.num_attention_heads
@@ -139,19 +139,19 @@ class Finding(NamedTuple):
     """Something to report about a step."""
 
     kind: str
-    severity: float  # in 0..1; of the same kind only a clearly larger one is news
+    severity: float  # in 0..1; the same kind is news again only if clearly worse
     sentence: str
 
 
 class Monitor:
-    """For rank 0, step after step; `state` returns what a resumed run starts from."""
+    """Used by rank 0 after each step; `state` returns what a resumed run starts from."""
 
     def __init__(self, config: dict, first_entropy=None, low=None, high=None, reported=None):
         self.config = config
-        self.first_entropy = first_entropy  # of the first step
+        self.first_entropy = first_entropy  # at the first step
         self.low = low  # smallest reward so far
         self.high = high
-        self.reported = reported or {}  # kind: [severity when last reported, steps since it was last found]
+        self.reported = reported or {}  # kind -> [severity when last reported, steps since it was last found]
 
     def state(self) -> dict:
         """The arguments that continue this monitor in another process; JSON can hold them."""
@@ -173,9 +173,8 @@ class Monitor:
         seconds = record.get("time_update")
         if not peak or not seconds:
             return {}
-        flops = 3 * forward_flops(
-            model_config, lengths, trained
-        )  # the backward pass costs two forward passes
+        # the backward pass costs two forward passes
+        flops = 3 * forward_flops(model_config, lengths, trained)
         return {"mfu": flops / seconds / processes / peak}
 
     def diagnose(self, record: dict, rewards: list[list[float]], failures: list[str]) -> str:
@@ -276,7 +275,7 @@ class Monitor:
             yield Finding("clipped", share, sentence)
 
     def entropy_collapse(self, record: dict, groups: Counter) -> Iterator[Finding]:
-        """Low entropy is fine once the task is solved, and ends the learning where it is not."""
+        """Low entropy is fine once the task is solved; before that, it ends learning."""
         left = record.get("entropy", self.first_entropy) / (self.first_entropy or 1.0)
         unsolved = groups["wrong"] + groups["equal"]
         if left < COLLAPSED and unsolved > groups.total() / 2:
@@ -308,7 +307,7 @@ def failure_findings(failures: list[str], total: int) -> Iterator[Finding]:
 
 
 def peak_gb() -> float:
-    """The most memory that this process has held so far, in GB: of the GPU if there is one."""
+    """The peak memory of this process so far, in GB; GPU memory if there is a GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -347,11 +346,11 @@ def extend(trainer_class: type) -> type:
 
     class MonitoredTrainer(trainer_class):
         def __init__(self, config, *arguments):
-            self.seconds = Counter()  # of the phases of a step, on this rank
+            self.seconds = Counter()  # by phase of a step, on this rank
             self.passes = []  # micro-batches with samples to log, and their statistics
             self.gaps = []  # largest differences of log-probs, by micro-batch
-            self.largest_gap = 0.0  # of the step
-            self.tokens = 0  # that this rank's update of the step runs through
+            self.largest_gap = 0.0  # in the step
+            self.tokens = 0  # in this rank's update of the step
             self.update_began = None
             super().__init__(config, *arguments)
             self.monitor = Monitor(asdict(config))
@@ -372,7 +371,7 @@ def extend(trainer_class: type) -> type:
             start = time.perf_counter()
             samples = super().rollout()
             self.seconds["rollout"] = time.perf_counter() - start
-            self.seconds["reward"] = self.seconds.pop("score", 0.0)  # without those of evaluations
+            self.seconds["reward"] = self.seconds.pop("score", 0.0)  # excludes evaluations
             return samples
 
         async def score(self, sample):
@@ -414,8 +413,8 @@ def extend(trainer_class: type) -> type:
                     torch.cuda.synchronize()  # log-probs may still be on their way
                 self.update_began = time.perf_counter()
             loss, stats = super().forward(batch)
-            gaps = stats["logprob_diff"] * (batch.weights > 0)  # a filler has none
-            self.gaps.append(gaps.max())  # on its device: this waits for nothing
+            gaps = stats["logprob_diff"] * (batch.weights > 0)  # excludes fillers
+            self.gaps.append(gaps.max())  # stays on its device: no synchronization
             if any(map(self.is_detailed, batch.samples)):
                 kept = {name: stats[name].detach() for name in PER_TOKEN if name in stats}
                 self.passes.append((batch, kept))
@@ -435,7 +434,7 @@ def extend(trainer_class: type) -> type:
                 "time_reward": sums[2],
                 "rollout_tokens_per_s": sums[0] / max(metrics["time_rollout"], 1e-9),
                 "train_tokens_per_s": sums[1] / max(updating, 1e-9),
-                "idle_rollout": 1 - sums[3] / dp.size() / max(slowest[0], 1e-9),  # for the slowest rank
+                "idle_rollout": 1 - sums[3] / dp.size() / max(slowest[0], 1e-9),  # waiting for the slowest
                 "idle_update": 1 - sums[1] / dp.size() / max(slowest[6], 1),  # by tokens
                 "peak_gb": slowest[5],
                 "logprob_diff_max": slowest[7],
@@ -451,7 +450,7 @@ def extend(trainer_class: type) -> type:
             record = super().record(sample)
             if self.is_detailed(sample):
                 record |= token_details(sample.tokens)
-                if not sample.tokens["entropy"].any():  # the update did not run through it
+                if not sample.tokens["entropy"].any():  # it was not part of the update
                     for name in PER_TOKEN:
                         record.pop(name, None)
             return record
@@ -493,7 +492,7 @@ def gather_counts(samples: list, mesh) -> dict | None:
             groups.setdefault(sample.key[0], []).append(sample.reward)
         if sample.failure:
             counts["failures"].append(sample.failure)
-        if sample.tokens["advantage"].any():  # the update runs through no others
+        if sample.tokens["advantage"].any():  # others are not part of the update
             counts["lengths"].append(len(sample.tokens))
             counts["trained"] += int(sample.tokens["mask"].sum())
     counts["rewards"] = list(groups.values())

@@ -27,7 +27,7 @@ def move_optimizer(optimizer, device: str):
 
 
 def free_gpu_memory():
-    """Gives the memory that PyTorch only caches back to the GPU."""
+    """Returns PyTorch's cached memory to the GPU."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -10,7 +10,7 @@ A worker calls reward_fn for one sample at a time; if reward_fn is async, for ma
 shared worker is lost, each sample that was open there is tried again, alone in a worker, to find the culprit.
 
 Security: the trainer reads JSON, so a worker that a hostile completion has taken over cannot execute code in
-the trainer by its replies. But it is a process of the same user with access to the same files: workers
+the trainer through its replies. But it is a process of the same user with access to the same files: workers
 contain accidents, not attacks. A subprocess that reward_fn starts in a session of its own must end by itself.
 
 Why no library: pebble.ProcessPool (5.2.3) would still need the nursery and the protocol, cannot run async
@@ -71,7 +71,7 @@ class Worker:
         self.calls = 0  # open calls
 
     def open_call(self) -> socket.socket:
-        """The trainer's end of a new socket. If the worker is dead, the socket is at its end."""
+        """The trainer's end of a new socket. If the worker is dead, it is closed at the other end."""
         trainer_end, worker_end = socket.socketpair()
         with suppress(OSError):
             socket.send_fds(self.control, [b"."], [worker_end.fileno()])
@@ -93,7 +93,7 @@ class RewardWorkers:
     def __init__(self, reward_fn, config):
         if sys.platform != "linux":
             raise UserError("--reward_workers requires Linux; set it to 0")
-        call = getattr(reward_fn, "__call__", None)  # of an object that is called like a function
+        call = getattr(reward_fn, "__call__", None)  # for an object that is called like a function
         self.shared = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)
         self.count = config.reward_workers
         self.timeout = config.reward_timeout
@@ -132,7 +132,7 @@ class RewardWorkers:
         return reply["result"], reply["metrics"]
 
     async def call_worker(self, request: bytes) -> dict:
-        """The reply of the least busy worker, or at the second try of a worker that has no other call."""
+        """The reply of the least busy worker, or on the second try that of a worker with no other call."""
         if not self.shared:
             return await self.call_alone(self.least_busy_worker, request)
         with suppress(WorkerLost):
@@ -201,7 +201,7 @@ class RewardWorkers:
         if worker in self.workers:
             self.workers.remove(worker)
         if worker.control.fileno() < 0:
-            return -signal.SIGKILL  # killed before
+            return -signal.SIGKILL  # it was already killed
         code = self.ask_nursery(worker.pid)
         worker.control.close()  # not before the kill, or the worker would end by itself
         return code
@@ -397,7 +397,7 @@ def to_json(value):
 
 
 def place(error: BaseException) -> str:
-    """The innermost file and line of the user's code, which is none of Python or of an installed package."""
+    """The innermost file and line of the user's code, outside Python and installed packages."""
     packages = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*packages, __file__, "<frozen")):

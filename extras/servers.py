@@ -29,7 +29,7 @@ from train import UserError, load_extra
 watchdog = load_extra("watchdog", "--engine http")
 
 MAX_FAILURES = 3  # broken responses to one request before its server is given up
-MAX_ABORTS = 100  # of one request, by the pushes of an old SGLang; beyond that, the request is at fault
+MAX_ABORTS = 100  # of one request, due to an old SGLang's pushes; beyond that, the request is at fault
 RETRY_SECONDS = 1.0
 FLUSH_ATTEMPTS = 600  # a paused server stays busy for a moment, and refuses to flush its cache until then
 FLUSH_SECONDS = 0.05  # between two attempts
@@ -114,7 +114,7 @@ class Server:
         self.url = url
         self.backend = backend
         self.patience = watchdog.Patience(url, timeout)
-        self.open_requests = 0  # of this rank
+        self.open_requests = 0  # from this rank
         self.failure = ""  # why it was given up
         self.session = None
         self.is_recent = True  # `connect` asks; only the rank that pushes needs to know
@@ -351,7 +351,7 @@ class ServerEngine:
         self.agree_on_failures()
 
     def send(self, bucket: list[tuple[str, torch.Tensor]]):
-        """Broadcasts one bucket of whole tensors as a flat one."""
+        """Broadcasts one bucket of whole tensors as one flat tensor."""
         description = {
             "names": [name for name, _ in bucket],
             "shapes": [list(tensor.shape) for _, tensor in bucket],

@@ -1,25 +1,25 @@
-"""--engine sglang --device cpu: arguments that SGLang needs on a CPU, and pushes in memory that is kept.
+"""--engine sglang --device cpu: arguments that SGLang needs on a CPU, and pushes in reused memory.
 
-Without this file they have to stand in --sglang_args, and a push takes ten times as long: it goes through
-shared memory, and the pages of new shared memory cost more time than all the rest.
+Without this file they must be set in --sglang_args, and a push takes ten times as long: it goes through
+shared memory, and allocating new shared memory takes longer than everything else.
 """
 
 import json
 
 import torch
 
-ARGUMENTS = {  # what runs without CUDA's kernels
+ARGUMENTS = {  # these run without CUDA kernels
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
     "disable_cuda_graph": True,
     "max_total_tokens": 32768,
-    "sleep_on_idle": True,  # else it takes a core from the actor while that learns
+    "sleep_on_idle": True,  # or it would take a core from the actor during the update
 }
 
 
 def keep_pages():
-    """Makes sglang flatten buckets into shared memory that is kept from bucket to bucket."""
+    """Makes sglang flatten buckets into shared memory that is reused from bucket to bucket."""
     from sglang.srt.weight_sync import tensor_bucket
 
     bucket_class = tensor_bucket.FlattenedTensorBucket

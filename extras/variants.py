@@ -11,8 +11,8 @@ samples of each sample's mean over tokens. Here
     --tis_cap c                 the surrogate times min(c, pi_old / pi_engine): truncated importance sampling
                                 (fengyao.notion.site/off-policy-rl)
 
-A recipe that has these in a loss of its own says so by `has_variants = True`; it gets the reference and its
-log-probs alone.
+A recipe whose own loss has these terms sets `has_variants = True`; it gets only the reference and its
+log-probs.
 """
 
 from copy import copy
@@ -70,7 +70,7 @@ def extend(trainer_class: type) -> type:
             batches = super().micro_batches(samples)
             for batch in batches if self.reference else []:
                 batch.ref_logprobs, _ = self.reference.logprobs(batch)
-                self.reference.reshard()  # its root would stay gathered during the update
+                self.reference.reshard()  # or its root would stay gathered during the update
             return batches
 
     if getattr(trainer_class, "has_variants", False):
@@ -89,7 +89,7 @@ def extend(trainer_class: type) -> type:
             super().__init__(config, *arguments)
 
         def compare(self, samples: list[Sample]):
-            """Sets advantages, as --normalize_std asks for."""
+            """Sets advantages according to --normalize_std."""
             super().compare(samples)
             if self.config.normalize_std:
                 return

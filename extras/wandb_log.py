@@ -1,6 +1,6 @@
 """--wandb online or offline: metrics go to Weights & Biases, too.
 
-Where its server cannot be reached, a run is logged offline, for `wandb sync` to send later.
+If its server cannot be reached, a run is logged offline, for `wandb sync` to send later.
 """
 
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from train import UserError, flag
 
-SECONDS = 60  # for the last numbers of a run; without a limit wandb waits for its server for ever
+SECONDS = 60  # to send a run's last numbers; without a limit wandb waits for its server forever
 
 
 @dataclass
@@ -57,7 +57,7 @@ def extend(trainer_class: type) -> type:
             except UserError:
                 self.end_log(1)
                 raise
-            finally:  # where a signal has ended the run
+            finally:  # also if a signal has ended the run
                 self.end_log(0)
 
         def end_log(self, exit_code: int):

@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d
 import train
 from train import flag
 
-START_SECONDS = 900.0  # the least that SGLang gets to load a model and compile its kernels
+START_SECONDS = 900.0  # least time for SGLang to load a model and compile its kernels
 BUSY_SECONDS = 30.0
 
 
