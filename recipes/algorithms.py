@@ -3,10 +3,10 @@
     torchrun --standalone --nproc_per_node=4 -m recipes.algorithms --algo dapo
     torchrun --standalone --nproc_per_node=2 -m recipes.algorithms --algo rloo --normalize group
 
-Each column of the table is also a flag; a flag that is given wins over the row. r_i is the return of
-completion o_i (with --gamma 1 its reward), G its group, B all completions of an optimizer step, rho_t the
-importance ratio of a token, clip() its bounds. recipes/formulas.py has a function for each column, and
-recipes/trainer.py applies them. A reward_fn may return a list, one number per turn.
+Each column of the table is also a flag, which overrides the row. r_i is the return of completion o_i (with
+--gamma 1 its reward), G its group, B all completions of an optimizer step, rho_t the importance ratio of a
+token, clip() its bounds. recipes/formulas.py has a function for each column, and recipes/trainer.py applies
+them. A reward_fn may return a list, one number per turn.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ COMMON = {
     "overlong_buffer": 0.0,
     "mask_truncated": False,
 }
-ALGORITHMS = {  # what a row does not mention is as in COMMON
+ALGORITHMS = {  # what a row leaves out is as in COMMON
     # GRPO, arXiv:2402.03300 eq. 3 and sec. 4.1.2: A = (r_i - mean_G r) / std_G r;
     #   1/B sum_i 1/|o_i| sum_t min(rho_t A, clip(rho_t) A)
     "grpo": {"normalize": "group"},
@@ -103,7 +103,7 @@ class AlgorithmConfig(Config, Flags):
     mask_truncated: bool | None = flag(None, "no gradient from truncated completions")
 
     def row(self) -> dict:
-        """The values of flags that are not given."""
+        """The values for flags that are not given."""
         return COMMON | ALGORITHMS[self.algo]
 
     def __post_init__(self):
@@ -146,7 +146,7 @@ class AlgorithmConfig(Config, Flags):
             "dual_clip": self.surrogate != "clip" and "only --surrogate clip has a bound for A < 0",
             "kl_estimator": not self.kl_coef and "--kl_coef is 0",
             "kl_in": not self.kl_coef and "--kl_coef is 0",
-            "dynamic_sampling": not self.compares_groups and f"--algo {self.algo} compares no groups",
+            "dynamic_sampling": not self.compares_groups and f"--algo {self.algo} does not compare groups",
         }
         for name, reason in cases.items():
             value = getattr(self, name)

@@ -8,7 +8,7 @@ The program is the last fenced block. Each test runs in a sandbox of its own (ex
 seconds; the reward is 1 if all pass.
 
 A program's output is compared outside the sandbox, so no program can claim that it passed. An `assert` runs
-in the program's own process, which could find a way to look as if it had: prefer inputs and outputs.
+in the program's own process, which might find a way to fake a pass: prefer inputs and outputs.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class CodeDataset(RLDataset):
 
 
 def strip_lines(text: str) -> list[str]:
-    """The lines of a text without white space at their ends, nor at the end of the text."""
+    """The lines of a text without trailing white space or outer blank lines."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
@@ -48,13 +48,13 @@ def prints(program: str, given: str, expected: str) -> bool:
 
 
 def passes(program: str, test: str) -> bool:
-    """Whether a line of Python passes after the program, which does not know the word that shows it."""
+    """Whether a test line passes after the program, which cannot guess the word printed after it."""
     word = secrets.token_hex(16)
     return run_python(f"{program}\n{test}\nprint({word!r})", SECONDS).rstrip().endswith(word)
 
 
 async def reward_fn(sample: Sample) -> float:
-    """1 if the last program passes all tests, which run at once."""
+    """1 if the last program passes all tests, which run concurrently."""
     programs = PROGRAM.findall(sample.text)
     row = sample.row
     if not programs:

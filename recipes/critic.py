@@ -12,7 +12,7 @@ from train import Actor
 def gae(rewards: list, values: list, discounts: list, gae_lambda: float) -> list[float]:
     """Advantages [K] of actions, arXiv:1506.02438 eq. 16, from lists [K].
 
-    They hold the rewards, the values before the actions, and the discount of what follows each of them.
+    The lists hold the actions' rewards, the values before them, and the discounts of what follows them.
     """
     advantages = []
     advantage = 0.0
@@ -31,7 +31,7 @@ def load_critic(path: str, mesh: dict, config):
     with torch.device("meta"):
         model.value_head = torch.nn.Linear(model.config.hidden_size, 1, bias=False)
     if mesh["tp"].size() > 1:
-        distribute_module(model.value_head, mesh["tp"])  # whole on each rank
+        distribute_module(model.value_head, mesh["tp"])  # replicated on each rank
     model = train.shard(model, mesh, config)
 
     def values(batch) -> torch.Tensor:
@@ -45,7 +45,7 @@ def load_critic(path: str, mesh: dict, config):
     model.values = values
     register_fsdp_forward_method(model, "values")
     weights = dict(model.named_parameters())
-    weights.pop("value_head.weight").data.zero_()  # at first it expects nothing
+    weights.pop("value_head.weight").data.zero_()  # it predicts 0 at first
     train.dcp.load(weights, storage_reader=train.dcp.HuggingFaceStorageReader(path))
     return model
 
@@ -54,7 +54,7 @@ class Critic(Actor):
     """A critic that learns: a sharded model and its optimizer."""
 
     def loss(self, batch) -> tuple[torch.Tensor, dict]:
-        """The clipped value loss of a micro-batch, and what to log the mean of, [N] each."""
+        """The clipped value loss of a micro-batch, and the metrics to average, [N] each."""
         values = self.model.values(batch)
         old_values = column(batch, "value")
         returns = column(batch, "return")
@@ -68,7 +68,7 @@ class Critic(Actor):
 
 
 def critic_metrics(means: dict[str, float]) -> dict[str, float]:
-    """What to log, from the means that Critic.backward returns; useless values explain a variance of 0."""
+    """The metrics, from the means that Critic.backward returns; useless values explain no variance."""
     variance = means["return_squared"] - means["return"] ** 2
     explained = 1 - means["error_squared"] / (variance or 1)
     return {"value_loss": means["loss"], "value": means["value"], "explained_variance": explained}

@@ -20,7 +20,7 @@ from train import Config, Trainer, UserError, flag, main, reduce_over
 class EvaluateConfig(Config):
     """The core's flags, and the number of completions."""
 
-    data: str = flag("", "training data of --steps above 0; empty: as --eval_data")
+    data: str = flag("", "training data if --steps is above 0; empty: as --eval_data")
     steps: int = flag(0, "training steps; 0: evaluation only")
     eval_samples: int = flag(
         1, "completions per prompt in an evaluation: n of avg@n, the largest k of pass@k"
@@ -42,9 +42,8 @@ def best_of(rewards: list[float]) -> dict[str, float]:
     n = len(rewards)
     best = {}
     for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):
-        chances = [
-            math.comb(i, k - 1) / math.comb(n, k) for i in range(n)
-        ]  # that place i in order is the best
+        # that place i in ascending order holds the best of k
+        chances = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
         best[f"eval_pass@{k}"] = float(np.dot(chances, sorted(rewards)))
     return best
 

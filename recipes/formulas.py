@@ -35,7 +35,7 @@ def firsts(units: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------- returns --------------------------------------------------
 def token_penalties(sample: Sample, config) -> np.ndarray:
-    """What each trained token of a sample pays, [n]: for divergence, and the last one for length."""
+    """Penalties of a sample's trained tokens, [n]: for divergence, and for length at the last one."""
     tokens = trained([sample])
     paid = np.zeros(len(tokens))
     if config.kl_coef and config.kl_in == "reward":
@@ -51,7 +51,7 @@ def token_penalties(sample: Sample, config) -> np.ndarray:
 def token_returns(sample: Sample, config) -> np.ndarray:
     """The return of each trained token, [n]: G_k = r_k + gamma G_k+1 of its step k (GEM, arXiv:2510.01051).
 
-    Penalties are part of a step's reward; a token does not pay those of earlier tokens in its step.
+    Penalties are part of a step's reward; a token is not charged for earlier tokens of its step.
     """
     paid = token_penalties(sample, config)
     steps = number_units([sample])[1].numpy()
@@ -93,7 +93,7 @@ def normalize_over(values: torch.Tensor, counted: torch.Tensor, mesh) -> torch.T
 
 
 def normalize_batch(values: torch.Tensor, steps: torch.Tensor, normalize: str, mesh) -> torch.Tensor:
-    """Values [N] with a mean of 0 and a std of 1 over all tokens, or over all steps, [N], where asked for."""
+    """Values [N], scaled to mean 0 and std 1 over all tokens or all steps [N], according to --normalize."""
     if normalize == "tokens":
         return normalize_over(values, values, mesh)
     if normalize == "turns":
@@ -103,7 +103,7 @@ def normalize_batch(values: torch.Tensor, steps: torch.Tensor, normalize: str, m
 
 # ------------------------------------------------ loss ---------------------------------------------------
 def importance_ratio(log_ratio: torch.Tensor, batch, level: str) -> torch.Tensor:
-    """pi / pi_old from its logarithm, [N] -> [N]: of the token, or of the unit that it is part of.
+    """pi / pi_old from its logarithm, [N] -> [N], of each token, or of the unit that contains it.
 
     A step's is the product of its tokens' (an action of OpenR's APPO, arXiv:2410.09671); a sequence's is
     their geometric mean (GSPO, arXiv:2507.18071 eq. 7).
@@ -150,7 +150,7 @@ def kl_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator:
 
 
 def policy_loss(logprobs, entropy, batch, config) -> tuple[torch.Tensor, dict]:
-    """The loss of a micro-batch, a weighted sum over tokens, and what to log the mean of, [N] each."""
+    """The loss of a micro-batch, a weighted sum over tokens, and the metrics to average, [N] each."""
     ratio = importance_ratio(logprobs - batch.old_logprobs, batch, config.ratio)
     loss, is_clipped = surrogate_loss(logprobs, ratio, batch.advantages, config)
     engine_gap = batch.old_logprobs - batch.engine_logprobs

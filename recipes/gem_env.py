@@ -5,10 +5,11 @@
         --max_turns 4 --gamma 0.9
 
 A row is a seed: --data ID has the seeds from 0, ID@5000 those from 5000 (for --eval_data). An episode is
-`env.reset`, then an `env.step` for each turn of the policy, in threads, so that a slow environment delays no
-other. The whole conversation stays in the context, GEM's `concat_chat`. Rewards are the environment's, one
-per turn; `rebn` turns them into GEM's own advantages: returns discounted by --gamma, normalized over the
-batch. Unlike in GEM's trainer, all turns of an episode are one sequence, whose prefix is computed once.
+`env.reset`, then an `env.step` for each turn of the policy, in threads, so that a slow environment does not
+delay the others. The whole conversation stays in the context, GEM's `concat_chat`. Rewards are the
+environment's, one per turn; `rebn` turns them into GEM's own advantages: returns discounted by --gamma,
+normalized over the batch. Unlike in GEM's trainer, all turns of an episode are one sequence, whose prefix is
+computed once.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from recipes.algorithms import ALGORITHMS, AlgorithmConfig, AlgorithmTrainer
 from recipes.turns import user_turn
 from train import Sample, UserError, flag, main
 
-SEEDS = 1024  # rows of a dataset
+SEEDS = 1024  # rows per dataset
 
 
 @dataclass
@@ -27,7 +28,7 @@ class GemConfig(AlgorithmConfig):
     """The flags of recipes/algorithms.py, with GEM's algorithm by default."""
 
     algo: Literal[tuple(ALGORITHMS)] = flag("rebn", "row of the table of algorithms")
-    data: str = flag("game:GuessTheNumber-v0-easy", "GEM's id of an environment, optionally @first seed")
+    data: str = flag("game:GuessTheNumber-v0-easy", "GEM environment id, optionally @first_seed")
     eval_data: str = flag("", "like --data, with other seeds; empty: no evaluation")
     max_turns: int = flag(4, "policy turns per episode")
 
@@ -38,7 +39,7 @@ class GemConfig(AlgorithmConfig):
 
 
 def make(name: str):
-    """An environment. Raises UserError if there is none of that name."""
+    """An environment. Raises UserError if none has that name."""
     try:
         import gem  # optional, and slow to import
 

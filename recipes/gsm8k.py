@@ -1,4 +1,4 @@
-r"""GSM8K as two published systems train it: their prompt, their reward, their evaluation.
+r"""GSM8K as two published systems train on it: their prompt, their reward, their evaluation.
 
     torchrun --standalone --nproc_per_node=4 -m recipes.gsm8k --protocol tapeagents
 
@@ -44,7 +44,7 @@ class GSM8KConfig(Config):
 
     data: str = flag("openai/gsm8k/main", "file or owner/name[/config][:split]")
     eval_data: str = flag("openai/gsm8k/main:test", "like --data; empty: no evaluation")
-    protocol: Literal[tuple(PROTOCOLS)] = flag("tapeagents", "whose reward and evaluation")
+    protocol: Literal[tuple(PROTOCOLS)] = flag("tapeagents", "system whose reward and evaluation to use")
     eval_samples: int | None = flag(None, "completions per prompt in an evaluation; None: the protocol's")
     eval_temperature: float | None = flag(None, "sampling temperature of evaluations; None: the protocol's")
 
@@ -70,7 +70,7 @@ class GSM8KDataset(RLDataset):
 
 
 def reward_fn(sample: Sample) -> float:
-    """The protocol's reward, and for the log what it means."""
+    """The protocol's reward; its meaning is logged."""
     reward = PROTOCOLS[sample.row["protocol"]][0](sample)
     sample.metrics |= {"solved": float(reward == 1), "unreadable": float(reward == -1)}
     return reward

@@ -6,8 +6,8 @@
 
 It shows what a game needs: a dataset whose rows are secrets, an `env_step` that answers a guess, and a
 reward. The only reward is 1 for the right guess, at its turn. With --gamma 0.9 earlier turns are worth less,
-so that good questions pay. `rebn` compares each turn's return with all others of the batch, so that no groups
-are needed.
+so that good questions pay off. `rebn` compares each turn's return with all others of the batch, so it needs
+no groups.
 """
 
 import re

@@ -32,7 +32,7 @@ class LoRAConfig(Config, dither.Flags):
     """The core's flags, and those of the adapters."""
 
     lora_rank: int = flag(32, "rank r of the adapters")
-    lora_alpha: float = flag(32, "what adapters add is multiplied by lora_alpha / lora_rank")
+    lora_alpha: float = flag(32, "numerator of the adapters' scale, lora_alpha / lora_rank")
     lora_targets: str = flag(TARGETS, "names of the linear layers with adapters")
     base_dtype: Literal["bfloat16", "float32"] = flag(Config.dtype, "dtype of the frozen weights")
     lr: float = flag(1e-5, "peak learning rate of AdamW; ten times that of full fine-tuning")
@@ -43,10 +43,10 @@ class LoRAConfig(Config, dither.Flags):
 
 
 class LoRALinear(Linear):
-    """A linear layer with an adapter; made from one in place."""
+    """A linear layer with an adapter; made in place from one without."""
 
     scale: float  # alpha / r
-    switched_on = True  # of all adapters together
+    switched_on = True  # for all adapters at once
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
@@ -80,7 +80,7 @@ def fill(weight: DTensor, whole: torch.Tensor):
 
 
 def start_adapters(model, seed: int):
-    """Fills the adapters of a sharded model, with the same numbers on any ranks, and freezes the rest."""
+    """Fills a sharded model's adapters with numbers that do not depend on the ranks; freezes the rest."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         weight.requires_grad = "lora_" in name
@@ -103,7 +103,7 @@ class LoRAActor(Actor):
             a, b = (weights.pop(name.removesuffix("A") + part).float() for part in "AB")
             weight = weights[name.removesuffix("lora_A") + "weight"]
             update = self.config.lora_alpha / self.config.lora_rank * (b @ a)
-            dither.add(weight, update, name if self.config.dither else "")  # rounds, which the actor does not
+            dither.add(weight, update, name if self.config.dither else "")  # this rounds; the actor does not
         bucket[:] = weights.items()
         return bucket
 

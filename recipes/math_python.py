@@ -7,8 +7,8 @@ After a turn with a program, in <python> </python> or a fenced block, the first 
 (extras/sandbox.py) for at most 5 seconds, and its output is the next turn, up to --tool_uses times. A turn
 without a program ends the episode. Rows have problem and answer (MATH) or question and answer (GSM8K);
 math-verify grades the last \\boxed{} of the last turn. As in GEM's default, using the tool gives no reward.
-Unlike in GEM, the turn is not cut off where its program ends: what was sampled after it stays, and is
-trained. `python -m tools.make_calculator` makes a small model and problems to see it work without a GPU.
+Unlike in GEM, the turn is not cut off where its program ends: text sampled after it is kept, and trained on.
+`python -m tools.make_calculator` makes a small model and problems to try this without a GPU.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ class ToolConfig(Config):
     """The core's flags, and the tool."""
 
     max_turns: int = flag(6, "policy turns per episode")
-    tool: bool = flag(True, "whether there is a tool")
-    tool_uses: int = flag(5, "programs that an episode may run")
+    tool: bool = flag(True, "use of the Python tool")
+    tool_uses: int = flag(5, "largest number of programs per episode")
 
     def __post_init__(self):
         if self.tool_uses < 0:
@@ -70,7 +70,7 @@ class MathDataset(RLDataset):
 
 
 class PlainDataset(MathDataset):
-    """The same without a word about the tool."""
+    """The same without mention of the tool."""
 
     hint = ""
 

@@ -2,10 +2,10 @@
 
     torchrun --standalone --nproc_per_node=4 -m recipes.one_step_off --engine http://other-box:30000
 
-It requires servers with GPUs of their own. `train.py` waits for a rollout, then for an update; here both run
-at once, and a rollout in flight continues with new weights when they arrive (its cache is computed again). So
-a batch comes from a mixture of policies, at most --max_staleness pushes old. Each token carries the version
-of its weights, and the ratio of the loss starts from the log-probs that the sampler itself reported, as in
+It requires servers on separate GPUs. `train.py` waits for a rollout, then for an update; here both run at
+once, and a rollout in flight continues with new weights when they arrive (its cache is computed again). So a
+batch comes from a mixture of policies, at most --max_staleness pushes old. Each token carries the version of
+its weights, and the ratio of the loss starts from the log-probs that the sampler itself reported, as in
 Noukhovitch et al., arXiv:2410.18252, and AReaL, arXiv:2505.24298. `logprob_diff` is 0 by that choice.
 """
 
@@ -87,7 +87,7 @@ class OneStepOff(Trainer):
             mine = [one for one in prompts if one[0] // config.updates_per_step % self.ranks == self.rank]
             self.ahead.append(self.begin(self.data, mine, config.group_size, config.temperature))
         self.sampled += 1
-        self.prompts_drawn += config.prompts_per_step  # of rollouts returned: what was begun is not saved
+        self.prompts_drawn += config.prompts_per_step  # only returned rollouts: begun ones are not saved
         return self.finish(self.ahead.popleft())
 
     def learn(self, samples: list[Sample]) -> dict[str, float]:
@@ -95,7 +95,7 @@ class OneStepOff(Trainer):
         return self.staleness(samples) | super().learn(samples)
 
     def forward(self, batch):
-        """The ratio starts from the sampler, whatever mixture of weights that was."""
+        """The ratio starts from the sampler's log-probs, whatever weights it used."""
         batch.old_logprobs = batch.engine_logprobs
         return super().forward(batch)
 

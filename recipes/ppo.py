@@ -4,7 +4,7 @@
 
 The critic is a second model of the actor's kind and sharding, with a head that predicts the return. The
 advantage is how much better the policy did (GAE, arXiv:1506.02438 eq. 16, with lambda and gamma). V_t is the
-value of the state in which token t was sampled, V = 0 after the last one, r_t its reward, less --kl_coef's
+value of the state in which token t was sampled, V = 0 after the last one, r_t its reward, minus --kl_coef's
 penalty:
 
     ppo   Oat's (arXiv:2411.01493): delta_t = r_t + gamma V_t+1 - V_t,  A_t = delta_t + gamma lambda A_t+1
@@ -14,7 +14,7 @@ penalty:
 A step is a turn; a single turn is split into its lines. OpenR sets gamma and lambda to 0.95 and entropy_coef
 to 0.01. The value loss is 1/2 max((V - R)^2, (clip(V, V_old +- value_clip) - R)^2), R = A + V_old before
 --normalize. Unlike Oat, --updates_per_step splits the prompts, so that each sample is used once. Unlike
-OpenR, the critic is not a small head on a frozen model, and no update is skipped for its divergence.
+OpenR, the critic is not a small head on a frozen model, and no update is skipped because of its divergence.
 """
 
 from copy import copy
@@ -51,8 +51,8 @@ class PPOConfig(AlgorithmConfig):
 
     critic: Literal[tuple(CRITICS)] = flag("ppo", "row of the table of critics")
     critic_lr: float = flag(1e-6, "peak learning rate of the critic")
-    gae_lambda: float = flag(1.0, "1: the advantage is the return less the value; 0: one step ahead")
-    value_clip: float = flag(0.2, "largest change of a value in an update that reduces its loss")
+    gae_lambda: float = flag(1.0, "lambda of GAE; 1: return minus value, 0: one step ahead")
+    value_clip: float = flag(0.2, "largest change of a value that still reduces its loss")
 
     def row(self) -> dict:
         return COMMON | CRITICS[self.critic]
@@ -75,7 +75,7 @@ def token_advantages(sample: Sample, config: PPOConfig) -> np.ndarray:
     _, steps = number_units([sample])
     steps = steps.numpy()
     values = trained([sample])["value"].astype(float)
-    is_last = np.diff(steps, append=steps[-1] + 1) > 0  # of its step
+    is_last = np.diff(steps, append=steps[-1] + 1) > 0  # in its step
     rewards = -token_penalties(sample, config)
     rewards[is_last] += sample.rewards
     if config.critic == "appo":
@@ -91,7 +91,7 @@ def token_advantages(sample: Sample, config: PPOConfig) -> np.ndarray:
 class PPO(AlgorithmTrainer):
     """A Trainer with a critic, or without one where a recipe sets --critic none."""
 
-    balanced = False  # the critic learns from the same samples as the actor, which have to stay
+    balanced = False  # the critic learns from the actor's samples, so they must stay
 
     def __init__(self, config, *arguments):
         add_column("value")

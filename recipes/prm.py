@@ -5,13 +5,12 @@ answer.
     torchrun --standalone --nproc_per_node=2 -m recipes.prm --prm runs/prm --lr 1e-4 --critic_lr 1e-3
 
 A step is a line. The PRM is a causal model that reads the problem and the steps, each followed by a tag. Its
-probability of the good against the bad token at the tag says how likely the step is good. --prm is a folder
-or Hub name, which every rank loads and keeps frozen, or http://host:port/path, which gets {"problem": ...,
-"steps": [...]} and returns {"scores": [...]}. Conventions of tag, good and bad: Math-Shepherd's, and that of
-OpenR's Qwen.
+probability of the good against the bad token at the tag estimates how likely the step is good. --prm is a
+folder or Hub name, which every rank loads and keeps frozen, or http://host:port/path, which gets {"problem":
+..., "steps": [...]} and returns {"scores": [...]}. Conventions for the tag and both tokens: Math-Shepherd's,
+and that of OpenR's Qwen.
 
-A step is paid 2 p - 1. OpenR pays p, which makes more steps better: the embedded model then learns never to
-stop.
+A step is paid 2 p - 1. OpenR pays p, which rewards extra steps; the embedded model then learns never to stop.
 
 --critic appo and tppo are those of recipes/ppo.py; none is OpenR's GRPO: the step's own reward, normalized
 over all steps of the batch. Whether the answer is right is logged as `solved`, and never rewarded. OpenR sets
@@ -43,7 +42,7 @@ CONVENTIONS = {  # the tag, and the tokens of a good and of a bad step
 class PRMConfig(PPOConfig):
     """The flags of recipes/ppo.py, and the PRM's."""
 
-    critic: Literal["appo", "tppo", "none"] = flag("appo", "how steps share what follows from them")
+    critic: Literal["appo", "tppo", "none"] = flag("appo", "assignment of credit to steps")
     prm: str = flag("", "folder, Hub name, or http://host:port/path of a process-reward model")
     convention: Literal[tuple(CONVENTIONS)] = flag("math_shepherd", "tag and tokens of the PRM")
 
@@ -75,7 +74,7 @@ class Judge:
         self.verdict_ids = [self.encode(verdict)[-1] for verdict in verdicts]
 
     def encode(self, text: str) -> list[int]:
-        """Ids [T], without those that a tokenizer adds by itself."""
+        """Ids [T], without special tokens that a tokenizer adds."""
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def ask(self, problem: str, steps: list[str]) -> list[float]:
@@ -94,7 +93,7 @@ class Judge:
         if self.is_remote:
             return self.ask(problem, steps)
         ids = self.encode(problem)
-        places = []  # of the tags
+        places = []  # positions of the tags
         for step in steps:
             ids += self.encode(step) + self.encode(self.tag)
             places.append(len(ids) - 1)

@@ -80,7 +80,7 @@ class Index:
         self.is_remote = where.startswith(("http://", "https://"))
         if not self.is_remote:
             try:
-                import bm25s  # optional
+                import bm25s  # an optional package
             except ImportError as error:
                 raise UserError(f"--index requires bm25s ({error}): pip install bm25s") from error
             self.passages = read_passages(where)
@@ -89,7 +89,7 @@ class Index:
             self.bm25.index(self.library.tokenize(self.passages, **QUIET), show_progress=False)
 
     def ask(self, query: str) -> list[str]:
-        """The passages of a server."""
+        """Passages from a server."""
         body = json.dumps({"queries": [query], "topk": self.count, "return_scores": False}).encode()
         request = urllib.request.Request(self.where, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=30) as response:

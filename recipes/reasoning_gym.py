@@ -3,8 +3,8 @@
     pip install reasoning-gym
     torchrun --standalone --nproc_per_node=4 -m recipes.reasoning_gym --data chain_sum --eval_data chain_sum@1
 
---data NAME has 1024 problems of seed 0; NAME@1 has as many others, of seed 1, for an evaluation. The reward
-is the task's `score_answer` of the text in the last <answer> </answer>, from 0 to 1.
+--data NAME gives 1024 problems with seed 0; NAME@1 as many others with seed 1, for evaluation. The reward is
+the task's `score_answer` of the text in the last <answer> </answer>, from 0 to 1.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The Trainer behind recipes/algorithms.py: each choice of its table takes effect in one of these methods.
 
 Groups stay on the data-parallel rank that sampled them. Statistics over the batch are small sums over the
-ranks, so that nothing depends on their number.
+ranks, so results do not depend on the number of ranks.
 """
 
 import math
@@ -25,7 +25,7 @@ from train import Sample, Trainer, call, make_batch, pack, reduce_over
 
 
 def add_column(name: str):
-    """Gives the tokens of all samples made from now on one more number each."""
+    """Adds a column to the tokens of all samples made from now on."""
     if name not in dict(train.TOKEN):
         train.TOKEN.append((name, np.float32))
 
@@ -44,7 +44,7 @@ def column(batch, name: str) -> torch.Tensor:
 
 
 def set_step_weights(samples: list[Sample], total: float):
-    """Sets weights by which all steps count the same, given the number of steps on all ranks."""
+    """Sets weights that count all steps the same, given the number of steps on all ranks."""
     for sample in samples:
         counts = np.bincount(sample.tokens["turn"], sample.tokens["mask"])
         sample.tokens["weight"] = sample.tokens["mask"] / (
@@ -72,7 +72,7 @@ class AlgorithmTrainer(Trainer):
         """Samples groups; with --dynamic_sampling (DAPO, eq. 11) draws again while some carry no signal."""
         size = self.config.prompts_per_step
         samples = []
-        signal = {}  # place of a prompt: 1 if its group carries a signal; the same on all ranks
+        signal = {}  # place of a prompt -> 1 if its group carries a signal; the same on all ranks
         for _ in range(1 + self.config.dynamic_sampling):
             places = range(self.prompts_drawn, self.prompts_drawn + size)
             drawn = super().rollout()
@@ -86,7 +86,7 @@ class AlgorithmTrainer(Trainer):
         return [sample for sample in samples if sample.key[0] in chosen]
 
     def choose(self, signal: dict[int, float]) -> set[int]:
-        """The places of a step's groups, those with signal first; for each update as many as at first."""
+        """The places of a step's groups, those with signal first; each update keeps its number of them."""
         updates = self.config.updates_per_step
         first_draw = list(signal)[: self.config.prompts_per_step]
         chosen = set()
@@ -111,7 +111,7 @@ class AlgorithmTrainer(Trainer):
 
     # -------------------------------------------- update ---------------------------------------------
     def learn(self, samples: list[Sample]) -> dict[str, float]:
-        """Updates the actor; the divergence that a reward contains comes first."""
+        """Updates the actor; first computes the reference's log-probs if rewards include the divergence."""
         if self.config.kl_coef and self.config.kl_in == "reward":
             self.store_values(samples, "ref_logprob", lambda batch: self.reference.logprobs(batch)[0])
         return super().learn(samples)
@@ -159,7 +159,7 @@ class AlgorithmTrainer(Trainer):
                 store(batch.samples, name, values)
 
     def loss(self, logprobs, entropy, batch) -> tuple[torch.Tensor, dict]:
-        """The loss of a micro-batch, and what to log the mean of, [N] each."""
+        """The loss of a micro-batch, and the metrics to average, [N] each."""
         return policy_loss(logprobs, entropy, batch, self.config)
 
     def record(self, sample: Sample) -> dict:

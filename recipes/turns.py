@@ -1,6 +1,6 @@
-"""What stands between two turns of the policy, in the chat markup of Qwen (ChatML).
+"""The text between two turns of the policy, in the chat markup of Qwen (ChatML).
 
-An env_step returns user_turn("higher"), for example; recipes/guess_number.py shows the whole of it:
+An env_step returns user_turn("higher"), for example; recipes/guess_number.py is a complete example:
 
     torchrun --standalone --nproc_per_node=2 -m recipes.guess_number --max_turns 8
 """

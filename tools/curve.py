@@ -1,4 +1,4 @@
-"""Draw the curves of one or several runs into one picture.
+"""Draw the curves of one or several runs in one picture.
 
     python -m tools.curve RUN [RUN ...] [--output curve.png]
 
@@ -15,7 +15,7 @@ from pathlib import Path
 # Panels: title, label of the y axis, metrics. "Reward" also shows eval_pass@k.
 PANELS = [
     ("Reward", "reward", ["reward", "eval_score"]),
-    ("Metrics of the reward function", "mean over samples", []),  # all that no other panel knows
+    ("Metrics of the reward function", "mean over samples", []),  # all that no other panel shows
     ("Entropy", "nats per token", ["entropy"]),
     ("Response length", "tokens", ["response_length"]),
     ("Engine vs. actor", "|log-prob difference|", ["logprob_diff", "logprob_diff_max", "gate_diff"]),
@@ -52,7 +52,7 @@ def read(run: Path) -> list[dict]:
 
 
 def draw(runs: list[Path], output: Path):
-    """Draws the curves of the runs over one another; nothing before the first step.
+    """Draws the runs' curves over one another; before the first step there is nothing to draw.
 
     Raises ImportError without matplotlib, and OSError for a folder without metrics.jsonl.
     """

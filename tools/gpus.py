@@ -2,8 +2,8 @@
 
     python -m tools.gpus
 
-They are the first that fit by tools.plan, in this order: micro-batches of 8,192 tokens or more, tensor
-parallelism as small as possible (it is bound by the host), the actor on the GPU rather than offloaded, and as
+They are the first that fit according to tools.plan, in this order: micro-batches of 8,192 tokens or more,
+tensor parallelism as small as possible (it is host-bound), the actor on the GPU rather than offloaded, and as
 much memory for SGLang as is left.
 """
 
@@ -19,7 +19,7 @@ CARDS = (24, 48, 80)  # GB
 COUNTS = (1, 2, 4, 8)
 SHARES = (0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # mem_fraction_static
 BUDGETS = (16384, 8192, 4096, 2048)  # tokens per micro-batch
-ENOUGH = 32  # sequences of the longest length that SGLang's cache must hold to be worth its share
+ENOUGH = 32  # full-length sequences that SGLang's cache must hold to be worth its share
 
 
 def first_that_fits(name: str, gb: int, count: int) -> plan.PlanConfig | None:

@@ -1,15 +1,14 @@
-"""Make the tiny model and the problems on which a Python tool helps: products of two numbers of two digits.
+"""Make the tiny model and the problems on which a Python tool helps: products of two-digit numbers.
 
     python -m tools.make_calculator [--output runs/calculator] [--steps 800]
     python -m recipes.math_python --model runs/calculator --data runs/calculator/train.jsonl --steps 20 \\
         --lr 5e-4 --prompts_per_step 8 --updates_per_step 2 --max_turns 2 --max_new_tokens 16
 
 Supervised learning on problems that are in neither train.jsonl nor test.jsonl, in either order of their
-factors. One prompt in four says nothing of a tool, and is answered in the head: by the product, said
-straight away. The others are answered by a program at first, and at the end only one in five is. A program
-takes the two numbers with +, - or *, at random, and what it printed becomes the answer. So the model has
-learned how a tool is used, uses it seldom, and then mostly wrongly; and it has learned to answer in the head
-as well as it can.
+factors. One prompt in four does not mention a tool, and is answered directly with the product. The others are
+all answered by a program at first, and one in five at the end. A program applies +, - or * to the two
+numbers, at random, and its output becomes the answer. So the model has learned how to use a tool, but seldom
+uses it, and mostly wrongly; and it has learned to answer directly as well as it can.
 """
 
 import json
@@ -49,7 +48,7 @@ def split_factors(rng: random.Random) -> list[list[tuple[int, int]]]:
 
 
 def write_rows(path: Path, pairs: list[tuple[int, int]]):
-    """One problem a line, with its answer."""
+    """One problem per line, with its answer."""
     rows = [{"problem": QUESTION.format(a, b), "answer": str(a * b)} for a, b in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -70,7 +69,7 @@ def episode(pair: tuple[int, int], share: float, rng: random.Random) -> tuple[st
 
 
 def main():
-    """Writes the problems, learns, and saves the model with its tokenizer."""
+    """Writes the problems, trains the model, and saves it with its tokenizer."""
     options = read_options(__doc__, output="runs/calculator", steps=800, lr=3e-3)
     rng, tokenizer, folder = random.Random(options.seed), make_tokenizer(PHRASES), Path(options.output)
     model = make_model(tokenizer, hidden=64, layers=3)
@@ -80,11 +79,9 @@ def main():
     write_rows(folder / "test.jsonl", test)
 
     def loss(step: int) -> torch.Tensor:
-        """Of a batch of fresh episodes."""
-        share, episodes = (
-            max(TOOL, min(1.0, 4 * (1 - step / options.steps))),
-            [],
-        )  # 1 for three quarters of the steps
+        """The loss of a batch of fresh episodes."""
+        share = max(TOOL, min(1.0, 4 * (1 - step / options.steps)))  # 1 for three quarters of the steps
+        episodes = []
         for prompt, pieces in (episode(rng.choice(others), share, rng) for _ in range(options.batch)):
             chat = [{"role": "user", "content": prompt}]
             ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)

@@ -3,10 +3,10 @@ random.
 
     python -m tools.make_guesser [--output runs/guesser] [--steps 1500]
 
-Supervised learning on random games. A guess heeds the answers, and is any number that they leave, or it is
-any number from 1 to 32: at first all guesses heed them, at the end one in five. What is learned is not the
-number that was guessed but how likely each one was. So the model has learned what the answers mean, and
-heeds them seldom.
+Supervised learning on random games. A guess either follows the answers so far, and is drawn from the numbers
+that they leave, or is drawn from 1 to 32: at first all guesses follow the answers, at the end one in five.
+The target is not the number guessed but the probability of each number. So the model has learned what the
+answers mean, but seldom follows them.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from recipes.guess_number import HIGHEST, Secrets
 from recipes.turns import user_turn
 from tools.make_tiny import END, make_model, make_tokenizer
 
-TURNS, HEED = 8, 0.2  # of a game, at most; the share of guesses that heed the answers, at the end
+TURNS, HEED = 8, 0.2  # most turns per game; final share of guesses that follow the answers
 PHRASES = [
     "user\n",
     "assistant\n",
@@ -30,7 +30,7 @@ PHRASES = [
 
 
 def game(rng: random.Random, share: float) -> tuple[list[tuple[str, bool]], list[tuple[int, int]]]:
-    """A game whose guesses heed the answers with probability `share`.
+    """A game whose guesses follow the answers with probability `share`.
 
     Returns the pieces after the prompt, each with whether the policy writes it, and the range of numbers that
     the answers left before each guess.
@@ -107,7 +107,7 @@ def teach(model, loss, options):
 
 
 def main():
-    """Learns, and saves the model with its tokenizer."""
+    """Trains the model, and saves it with its tokenizer."""
     options = read_options(__doc__, output="runs/guesser", steps=1500, lr=3e-3, batch=32)
     rng, tokenizer = random.Random(options.seed), make_tokenizer(PHRASES)
     model = make_model(tokenizer, hidden=64, layers=3)
@@ -117,7 +117,7 @@ def main():
     numbers = torch.tensor([tokenizer.encode(str(number))[0] for number in range(1, HIGHEST + 1)])
 
     def loss(step: int) -> torch.Tensor:
-        """Of a batch of fresh games: of what is guessed, and of ending the turn behind it."""
+        """The loss of a batch of fresh games: of the guesses, and of ending the turn after each."""
         share = max(HEED, min(1.0, 4 * (1 - step / options.steps)))  # 1 for three quarters of the steps
         games, left = zip(*(game(rng, share) for _ in range(options.batch)))
         ids, labels = batch_of(

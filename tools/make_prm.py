@@ -2,10 +2,10 @@
 
     python -m tools.make_prm [--output runs/prm] [--steps 300]
 
-It is the embedded model, taught to say + or - behind the tag after each line of a trace. Right is a line
-whose sums and verdict are right, and that goes on after a "no" and ends the thinking after a "yes"; the
-last line, the answer, is right if the line before it said "yes". So it judges how a line follows from the
-one before, and needs no solution.
+It is the embedded model, taught to write + or - after the tag that follows each line of a trace. A line is
+right if its sums and verdict are right, and it continues after a "no" or ends the thinking after a "yes"; the
+last line, the answer, is right if the line before it said "yes". So it judges how a line follows from the one
+before, and needs no solution.
 """
 
 import random
@@ -45,7 +45,7 @@ def lines_of(row: dict, rng: random.Random) -> list[tuple[str, bool]]:
 
 
 def main():
-    """Teaches, measures on held-out problems, saves."""
+    """Trains the model, measures it on held-out problems, and saves it."""
     options = read_options(__doc__, output="runs/prm", steps=300, lr=1e-3)
     rng = random.Random(options.seed)
     tokenizer = AutoTokenizer.from_pretrained(TINY)

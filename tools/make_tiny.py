@@ -1,7 +1,7 @@
 """Make the tiny Qwen3 that ships in `assets/`: its tokenizer, its countdown problems and its warmed-up
 weights.
 
-    python -m tools.make_tiny  # everything, from nothing: about half an hour on one CPU core
+    python -m tools.make_tiny  # everything, from scratch: about half an hour on one CPU core
 
 The problem is countdown with three different numbers: reach the target with + and -, each number used
 once. There are four ways to do so without going below zero, and the model has learned, from random traces,
@@ -244,7 +244,7 @@ def main():
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     train, test = split_problems(args.seed)
-    test = test[512:1024]  # on the first 512 the settings of the run were chosen
+    test = test[512:1024]  # the first 512 served to choose the settings
     folder = args.output / "countdown"
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in (("train", train), ("test", test)):

@@ -4,8 +4,8 @@
     python -m tools.plan --model Qwen/Qwen2.5-7B-Instruct --processes 4 --gpu_gb 80  # needs no GPU
 
 It needs no weights, no GPU and no sglang. `plan` has the formulas: what train.py, FSDP and autograd hold at
-once, read off their code. bench/memory.py compares them with measured peaks, so far on CPUs only. The exit
-code is 1 if the run does not fit, and 2 if it cannot be planned.
+once, according to their code. bench/memory.py compares them with measured peaks, so far on CPUs only. The
+exit code is 1 if the run does not fit, and 2 if it cannot be planned.
 """
 
 import json
@@ -33,11 +33,11 @@ from train import Config, UserError, flag, parse_flags
 CONTEXT = (
     1.5e9  # bytes of a process on a GPU: CUDA's context, buffers of NCCL and cuBLAS; assumed, not measured
 )
-GAPS = 0.1  # of the trainer's bytes on a GPU: lost to fragmentation in CUDA's caching allocator; assumed
+GAPS = 0.1  # share of the trainer's GPU memory lost to fragmentation in CUDA's caching allocator; assumed
 PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
-PROMPT = 512  # tokens of a prompt, which no flag tells
-STEP = 1024  # tokens between the budgets that are tried
+PROMPT = 512  # tokens of a prompt; no flag sets them
+STEP = 1024  # difference between the budgets that are tried, in tokens
 LOGIT = 20  # bytes per logit of a chunk at the peak of its backward pass: five numbers in fp32, measured
 
 
@@ -97,7 +97,7 @@ def find_config(name: str):
 
 
 def check_sizes(config: Config, model_config, ranks: int):
-    """Raises UserError if the mesh or the model cannot be divided so."""
+    """Raises UserError if the mesh or the model cannot be divided this way."""
     tp = config.tp_size
     if tp < 1 or ranks % (tp * config.dp_replicate):
         sizes = f"--tp_size {tp} times --dp_replicate {config.dp_replicate}"
@@ -135,7 +135,7 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     check_sizes(config, model_config, ranks)
     tp = config.tp_size
     heads = model_config.num_attention_heads
-    counts = {}  # a tied head is not among them
+    counts = {}  # excludes a tied head
     shapes = parameter_shapes(type(model_config), model_config.to_json_string())
     for name, shape in shapes.items():
         counts[name] = shape.numel() // (1 if "norm" in name else tp)
@@ -151,7 +151,7 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
         lora=lora,
         kept=getattr(torch, config.base_dtype).itemsize if lora else 4,  # bytes of a parameter in its shard
         adapter=adapter,
-        ranks=config.lora_rank * len(config.lora_targets.split()) if lora else 0,  # of a layer's adapters
+        ranks=config.lora_rank * len(config.lora_targets.split()) if lora else 0,  # in a layer's adapters
         learning=layers * adapter if lora else whole,  # numbers with gradients
         tp=tp,
         shards=ranks // tp // config.dp_replicate,
@@ -199,9 +199,9 @@ def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float,
     """Bytes of the engine on a rank's device: while it samples, and while the actor learns."""
     if config.engine.startswith("http"):
         return 0, 0  # servers have GPUs of their own
-    if config.engine == "sglang" and n.cuda:  # its memory saver gives all of it back, CUDA graphs included
+    if config.engine == "sglang" and n.cuda:  # its memory saver frees all of it, CUDA graphs included
         return sglang_share(config) * room(config) + SGLANG_REST, 0
-    if config.engine == "sglang":  # on a CPU: a cache of 32768 tokens, and nothing is given back
+    if config.engine == "sglang":  # on a CPU: a cache of 32768 tokens, and nothing is freed
         size = n.s * (n.whole + 32768 * 2 * n.keys * n.layers)
         return size, size
     wave = -(-config.prompts_per_step // ranks) * config.group_size
@@ -209,7 +209,7 @@ def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float,
     layer = wave * (PROMPT + config.max_new_tokens) * 2 * n.s * n.keys * n.tp  # keys and values of one layer
     growth = layer * (1 + n.queries / n.keys)  # a copy to grow, repeated for each query
     logits = wave * n.vocab * n.tp * (24 + n.s)  # logits, log-probs, exp, that and its sums in fp64
-    weights = n.s * n.whole * n.tp  # all of them, whatever tp
+    weights = n.s * n.whole * n.tp  # all of them, whatever tp is
     return weights + n.layers * layer + max(growth, logits), weights
 
 
@@ -316,7 +316,7 @@ def fits(config: PlanConfig, model_config, **changes) -> bool:
 
 
 def largest_budget(config: PlanConfig, model_config) -> int:
-    """The largest --tokens_per_micro_batch that fits, a multiple of STEP up to a million; 0 if none does."""
+    """The largest --tokens_per_micro_batch that fits, a multiple of STEP up to a million, or 0."""
 
     def is_too_large(tokens):
         return not fits(config, model_config, tokens_per_micro_batch=tokens)

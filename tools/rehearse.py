@@ -3,15 +3,16 @@
     python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80] [--card H100] [--rank 0]
     python -m tools.rehearse --model Qwen/Qwen2.5-7B-Instruct --processes 8 --gpu_gb 80
 
-The real Actor, loss, optimizer step and push of train.py run as one rank of N, on tensors without content
+The real Actor, loss, optimizer step and push of train.py run as one rank of N, on tensors without data
 (FakeTensorMode) and with a process group that sends nothing ("fake"), from config.json alone: no weights, no
 GPU, a few minutes and about 2 GB of memory for any model. Every allocation, collective and wait of the host
-for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SGLang's own processes, numbers.
+for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SGLang's own processes,
+numerics.
 
-Printed are peaks of live memory beside those of tools.plan, collectives with their bytes, host
-synchronizations with file and line, FLOPs, the host's own time per micro-batch (measured with a model of the
-same depth but tiny widths on real tensors), and a modelled step time. That last one is a model with the
-assumptions printed beside it, not a measurement. The exit code is 1 if the run does not fit.
+It prints peaks of live memory beside those of tools.plan, collectives with their bytes, host synchronizations
+with file and line, FLOPs, the host's own time per micro-batch (measured with a model of the same depth but
+tiny widths on real tensors), and a modelled step time. The last one is a model, printed with its assumptions,
+not a measurement. The exit code is 1 if the run does not fit.
 """
 
 import logging
@@ -51,7 +52,7 @@ from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
 
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
-PROMPT = 128  # of which are its prompt
+PROMPT = 128  # of these, tokens of its prompt
 WARM_UP = 2  # passes that are not timed; the first one compiles
 ROUNDING = 512  # bytes that CUDA's caching allocator rounds up to
 COMMUNICATION = ("c10d", "_c10d_functional")
@@ -68,8 +69,8 @@ LINKS = {
     "L4": (0.3e12, 32e9),
     "RTX 4090": (1.0e12, 32e9),
 }
-EFFICIENCY = 0.5  # of the peak that matrix products reach; assumed
-LINK_EFFICIENCY = 0.7  # of the link's data sheet; assumed
+EFFICIENCY = 0.5  # share of the peak that matrix products reach; assumed
+LINK_EFFICIENCY = 0.7  # share of the link's data-sheet speed; assumed
 
 
 @dataclass
@@ -165,7 +166,7 @@ class Recorder(TorchDispatchMode):
 
 
 def innermost_line() -> tuple[str, str]:
-    """The innermost line of this project on the stack that is not of this file, and its function."""
+    """The innermost line of this project on the stack, outside this file, and its function."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         if path.is_relative_to(HERE) and path != Path(__file__) and "site-packages" not in path.parts:
@@ -202,7 +203,7 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
     attention = train.packed_attention
 
     def gpu_attention(*args, **options):
-        with patch.object(FakeTensor, "is_cuda", True):  # takes the branch of GPUs
+        with patch.object(FakeTensor, "is_cuda", True):  # selects the branch for GPUs
             return attention(*args, **options)
 
     def quiet(propagator, *args, **options):  # DTensor computes shapes with whole tensors of its own
@@ -218,7 +219,7 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
         finally:
             vars(recorder).update(kept)
 
-    def forget(parameter):  # FSDP keeps what it had when a parameter leaves for "meta", unlike for "cpu"
+    def forget(parameter):  # FSDP keeps the old data of a parameter moved to "meta", unlike to "cpu"
         reset(parameter)
         local = parameter.sharded_param.to_local()
         if local.is_meta:
@@ -246,7 +247,7 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
         stack.enter_context(patch.object(train.dcp, "load"))  # there are no weights
         stack.enter_context(patch.object(propagator, "_propagate_tensor_meta_non_cached", quiet))
         stack.enter_context(patch.object(dist, "all_gather_object", lambda parts, one, group=None: None))
-        stack.enter_context(patch.object(offload, "AWAY", "meta"))  # as "cpu" stands for the GPU
+        stack.enter_context(patch.object(offload, "AWAY", "meta"))  # because "cpu" stands for the GPU
         stack.enter_context(patch.object(FSDPParam, "reset_sharded_param", forget))
         stack.enter_context(patch.object(FakeTensor, "tolist", wait_once))
         stack.enter_context(recorder.resizes())
@@ -256,7 +257,7 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
 
 
 def fake_batch(batch, mode: FakeTensorMode):
-    """A micro-batch without content; sizes and lengths stay."""
+    """A micro-batch without data; sizes and lengths stay."""
     values = vars(batch)
     tensors = {name: mode.from_tensor(value) for name, value in values.items() if torch.is_tensor(value)}
     return SimpleNamespace(**values | tensors)
@@ -396,7 +397,7 @@ def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> flo
 
 
 def modelled(config: RehearsalConfig, model_config, update: dict, host: float, micro_batches: int) -> dict:
-    """Seconds of a step on a card, phase by phase, from data sheets and assumptions; no measurement."""
+    """Seconds of a step on a card, phase by phase, from data sheets and assumptions; not measured."""
     n = plan.sizes(config, model_config, config.processes)
     peak = peak_flops(config.card)
     memory, link = LINKS[config.card]
@@ -413,7 +414,7 @@ def modelled(config: RehearsalConfig, model_config, update: dict, host: float, m
     }
     slowest = max(seconds, key=seconds.get)
     reads = n.s * n.whole + samples * plan.longest(config) / 2 * 2 * n.s * n.keys * n.layers
-    rollout = config.max_new_tokens * max(reads / (EFFICIENCY * memory), 0.005)  # a token of all samples
+    rollout = config.max_new_tokens * max(reads / (EFFICIENCY * memory), 0.005)  # one token of every sample
     useful = 3 * forward_flops(model_config, [LENGTH] * 8, 8 * (LENGTH - PROMPT)) / (8 * LENGTH) * tokens
     step = rollout + passes * seconds[slowest] + n.s * n.whole * n.tp / (LINK_EFFICIENCY * link)
     return {
@@ -470,7 +471,7 @@ def read_flags(arguments: list[str]) -> RehearsalConfig:
     defaults = ["--gpu_gb=80", f"--model={Config.model}"]
     config = plan.read_flags(defaults + arguments, RehearsalConfig)
     if config.dtype != "bfloat16":
-        raise UserError("--dtype must be bfloat16: packed attention on GPUs knows 16 bits only")
+        raise UserError("--dtype must be bfloat16: packed attention on GPUs supports only 16 bits")
     if config.card not in LINKS:
         raise UserError(f"--card {config.card} is unknown; known are {', '.join(LINKS)}")
     if not 0 <= config.rank < config.processes:

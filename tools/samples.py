@@ -114,7 +114,7 @@ def load_samples(path: Path, chosen: dict[int, list[int]]) -> Iterator[tuple[int
 
 
 def has_tokens(record: dict) -> bool:
-    """Whether a sample has its tokens, or its text alone."""
+    """Whether a sample has its tokens, or only its text."""
     return "ids" in record and "trained" in record
 
 

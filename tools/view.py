@@ -2,12 +2,12 @@
 
     python -m tools.view RUN [--output RUN/samples.html] [--steps 100:120] [--limit 2000] [--tokenizer FOLDER]
 
-A RUN is the --output_dir of train.py. Of a long run only evenly spaced steps are kept; the page says which.
-Tokens can be colored by every list of numbers that a sample has for its trained tokens. Per-token details
-are kept for the first --token_groups groups of each step; other samples show their text.
+A RUN is the --output_dir of train.py. From a long run only evenly spaced steps are kept; the page says which.
+Tokens can be colored by every list of numbers that a sample has for its trained tokens. Per-token details are
+kept for the first --token_groups groups of each step; other samples show their text.
 
-A model may write anything, and in the page it stays text: the data is JSON in which no tag can be spelled,
-and the page may run no script but its own.
+Whatever a model writes stays text in the page: the JSON data is escaped so that it cannot contain a tag, and
+the page may run only its own script.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tools.samples import SamplesError
 PAGE = Path(__file__).with_suffix(".html")
 SCRIPT = Path(__file__).with_suffix(".js")
 LIMIT = 2000  # samples in a page
-KEPT = ("reward", "rewards", "truncated", "failure", "metrics", "response_length")  # as they are
+KEPT = ("reward", "rewards", "truncated", "failure", "metrics", "response_length")  # copied unchanged
 NO_COLUMN = {"step", "key", "messages", "row", "ids", "trained", "text", "turns", *KEPT}
 
 
@@ -64,7 +64,7 @@ def load_tokenizer(name: str):
 
 
 def spell(tokenizer, tokens: list[int]) -> list[str | list[int]]:
-    """What each token adds to a text; its bytes where they are no whole characters."""
+    """What each token adds to a text; its bytes where they are not whole characters."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level tokens' names
@@ -129,7 +129,7 @@ class Packer:
         key = tuple(record.get("key", ()))  # (place of the prompt in the step, index in the group)
         own = (record["step"], key[0] if key else place // self.group_size)
         if own != self.group or (key and key in self.keys):
-            number = 1  # of the prompt in its step
+            number = 1  # position of the prompt in its step
             if self.groups and self.groups[-1]["step"] == record["step"]:
                 number = self.groups[-1]["number"] + 1
             group = {"step": record["step"], "number": number, "prompt": prompt, "row": record.get("row")}
@@ -171,9 +171,8 @@ def filled(template: str, script: str, page: dict) -> str:
     digest = base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()
     data = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     parts = {"{hash}": digest, "{script}": script, "{data}": data}
-    return re.sub(
-        "{(hash|script|data)}", lambda found: parts[found[0]], template
-    )  # once: data may spell them
+    # in one pass, because the data may contain these names
+    return re.sub("{(hash|script|data)}", lambda found: parts[found[0]], template)
 
 
 def main():
