@@ -283,7 +283,7 @@ def run_nursery(control: socket.socket, trainer_pid: int, reward_fn, config):
     os.setsid()  # signals from a terminal or a launcher are for the trainer
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end_if_orphaned)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where a launcher ignores it, waitpid would find nobody
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a launcher ignored it, waitpid would find nobody
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 4, 1)

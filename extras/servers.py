@@ -29,7 +29,7 @@ from train import UserError, load_extra
 watchdog = load_extra("watchdog", "--engine http")
 
 MAX_FAILURES = 3  # broken responses to one request before its server is given up
-MAX_ABORTS = 100  # of one request, due to an old SGLang's pushes; beyond that, the request is at fault
+MAX_ABORTS = 100  # aborts of one request by an old SGLang's pushes; beyond that, it is at fault
 RETRY_SECONDS = 1.0
 FLUSH_ATTEMPTS = 600  # a paused server stays busy for a moment, and refuses to flush its cache until then
 FLUSH_SECONDS = 0.05  # between two attempts

@@ -42,7 +42,7 @@ def best_of(rewards: list[float]) -> dict[str, float]:
     n = len(rewards)
     best = {}
     for k in sorted({2**i for i in range(1, n.bit_length())} | {n} - {1}):
-        # that place i in ascending order holds the best of k
+        # the chance that place i in ascending order holds the best of k
         chances = [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
         best[f"eval_pass@{k}"] = float(np.dot(chances, sorted(rewards)))
     return best

@@ -58,7 +58,7 @@ class PRMConfig(PPOConfig):
 
 
 class Judge:
-    """A PRM in this process, or behind an address."""
+    """A PRM in this process, or at a URL."""
 
     def __init__(self, where: str, convention: str, device: str):
         self.where = where
@@ -78,7 +78,7 @@ class Judge:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def ask(self, problem: str, steps: list[str]) -> list[float]:
-        """The scores of a PRM behind an address. Raises ConnectionError unless there is one per step."""
+        """The scores of a PRM at a URL. Raises ConnectionError unless there is one per step."""
         body = json.dumps({"problem": problem, "steps": steps}).encode()
         request = urllib.request.Request(self.where, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as response:
@@ -125,7 +125,7 @@ class PRM(PPO):
         return super().learn(samples)
 
     async def judge_all(self, samples: list[Sample]) -> list[list[float]]:
-        """The scores of each sample's steps; a PRM behind an address is asked about all of them at once."""
+        """The scores of each sample's steps; a PRM at a URL is asked about all of them at once."""
         if self.judge.is_remote:
             return await asyncio.gather(*[asyncio.to_thread(self.judge_one, sample) for sample in samples])
         return [self.judge_one(sample) for sample in samples]

@@ -128,7 +128,7 @@ def adapter_size(shapes: dict[str, torch.Size], config: Config) -> float:
 
 
 def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
-    """What the formulas are made of: parameters and widths on one of tp ranks, before FSDP shards them.
+    """The numbers in the formulas: parameters and widths on one of tp ranks, before FSDP shards them.
 
     The mesh is that of `init_distributed`; s is the number of bytes of a number in the compute dtype.
     """
@@ -174,7 +174,7 @@ def saved_by_layer(n: SimpleNamespace) -> float:
     """Bytes per token that autograd saves in a layer, by operations of transformers' Qwen2 and Qwen3."""
     norms = 2 * n.hidden * (4 + 2 * n.s)  # input in fp32; normalized; times the weight
     norms += (n.queries + n.keys) * (4 + n.s) * n.head_norms  # the same; nothing needs their outputs
-    copies = 1 if n.cuda and n.s == 2 else 2  # of the output: sdpa's pieces are joined in a second one
+    copies = 1 if n.cuda and n.s == 2 else 2  # outputs: sdpa joins its pieces in a second one
     attention = n.s * ((1 + copies) * n.queries + 2 * n.keys) + 4 * n.queries / n.width  # q, out, k, v; lse
     inside = n.s * n.ranks  # between A and B
     return norms + attention + inside + 4 * n.s * n.mlp  # gate, its activation, up, their product

@@ -52,7 +52,7 @@ from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
 
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
-PROMPT = 128  # of these, tokens of its prompt
+PROMPT = 128  # of these, tokens of the prompt
 WARM_UP = 2  # passes that are not timed; the first one compiles
 ROUNDING = 512  # bytes that CUDA's caching allocator rounds up to
 COMMUNICATION = ("c10d", "_c10d_functional")

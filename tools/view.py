@@ -96,7 +96,7 @@ class Packer:
         self.places = {}  # token id: its place in the vocabulary of the page
         self.groups = []
         self.group = None  # the step and place of the last group
-        self.keys = set()  # of its samples so far
+        self.keys = set()  # keys of its samples so far
         self.values = {}  # name of a column: its values [N], in parts
 
     def pack(self, records) -> dict:
@@ -112,7 +112,7 @@ class Packer:
         return tables
 
     def completion(self, place: int, record: dict) -> dict:
-        """What the page has of a sample: its text, or the tokens behind the prompt with their numbers."""
+        """What the page shows of a sample: its text, or the tokens after the prompt with their numbers."""
         kept = {name: record[name] for name in KEPT if name in record}
         if not samples.has_tokens(record):
             turns = record.get("turns") or [record["text"]]
