@@ -29,15 +29,18 @@ import train
 from tests import parity
 from tests.conftest import (
     COUNTDOWN,
+    GREETING,
     HERE,
     TINY,
     VOCAB,
     Config,
+    FakeEngine,
     VariantTrainer,
     compared,
     inputs,
     make_trainer,
     mesh,
+    mesh_of,
     parse_flags,
     plain_logprobs,
     plain_update,
@@ -50,7 +53,6 @@ from tests.conftest import (
 from train import RLDataset, Sample, Trainer, UserError
 
 __all__ = ["compared", "inputs", "mesh", "tokenizer", "whole"]  # fixtures
-GREETING = [{"role": "user", "content": "hi"}]
 
 
 # -------------------------------------------- 2. The task -------------------------------------------------
@@ -78,88 +80,40 @@ def test_prompts_without_markup_are_those_of_the_chat_template(tokenizer):
         assert train.encode_prompt(tokenizer, messages) == expected
 
 
-def play(tokenizer, turns: list, env_step=train.env_step, room: int = 999, **flags) -> Sample:
-    """An episode whose turns are (ids, logprobs, versions, truncated)."""
-    seen = []
-
-    async def generate(ids, turn):
-        seen.append(ids.tolist())
-        return turns[turn]
-
-    sample = Sample(GREETING, {})
-    sample.append(train.encode_prompt(tokenizer, GREETING))
-    asyncio.run(train.rollout(sample, tokenizer, generate, env_step, Config(**flags), room))
-    sample.state["seen"] = seen
-    return sample
-
-
-async def again(sample):
-    return "again"
-
-
-def test_rollout_keeps_the_sampled_ids_and_masks_the_replies(tokenizer):
+def test_rollout_keeps_the_sampled_ids_and_their_logprobs(tokenizer):
     letters = tokenizer.encode("no")[:1] + [tokenizer.convert_tokens_to_ids(c) for c in "yes"]
     assert tokenizer.encode(tokenizer.decode(letters)) != letters  # ids that text would not give back
-    turns = [(letters, [-0.1] * len(letters), 7, False), ([2], [-0.5], [8], False)]
-
-    async def env_step(sample):
-        return "again" if len(sample.turns) == 1 else None
-
-    sample = play(tokenizer, turns, env_step, max_turns=3)
-    reply = tokenizer.encode("again")
-    prompt = len(train.encode_prompt(tokenizer, GREETING))
-    tokens, n, k = sample.tokens[prompt:], len(letters), len(reply)
-    assert tokens["id"].tolist() == [*letters, *reply, 2]
-    assert tokens["mask"].tolist() == [1] * n + [0] * k + [1] and not sample.tokens["mask"][:prompt].any()
-    assert tokens["turn"].tolist() == [0] * (n + k) + [1]
-    assert tokens["version"].tolist() == [7] * n + [0] * k + [8]
-    assert tokens["logprob"].tolist() == pytest.approx([-0.1] * n + [0] * k + [-0.5])
-    assert sample.state["seen"][1] == sample.tokens["id"][:-1].tolist()
+    ids = [*letters, 2]
+    logprobs = [-0.1] * len(letters) + [-0.5]
+    engine = FakeEngine([(ids, logprobs, 7, True), ([5], [-1.0], [8], False)])
+    sample = Sample(GREETING, {}, key=(3, 1))
+    sample.append(train.encode_prompt(tokenizer, GREETING))
+    prompt = sample.tokens["id"].tolist()
+    config = Config(seed=4, max_new_tokens=9)
+    asyncio.run(train.rollout(sample, engine, tokenizer, config, 0.7))
+    assert sample.truncated and sample.turns == [tokenizer.decode(letters)]  # no control token in text
+    asyncio.run(train.rollout(sample, engine, tokenizer, config, 0.7, turn=1))
+    assert not sample.truncated and sample.text == tokenizer.decode([*letters, 5])
+    own = sample.tokens[len(prompt) :]
     assert (
-        sample.turns == [tokenizer.decode(letters), ""] and not sample.truncated
-    )  # no control token in text
-
-
-def test_rollout_ends_when_a_turn_is_cut_off(tokenizer):
-    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, True)], again, max_turns=3)
-    assert sample.truncated and sample.tokens["mask"].sum() == 2 and sample.tokens["mask"][-1] == 1
-
-
-def test_rollout_ends_after_max_turns_without_a_reply(tokenizer):
-    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, again, max_turns=2)
-    assert not sample.truncated and len(sample.turns) == 2 and sample.tokens["mask"][-1] == 1
-
-
-@pytest.mark.parametrize("missing, turns", [(0, 2), (1, 1)])
-def test_rollout_ends_where_the_context_has_no_room(tokenizer, missing, turns):
-    room = len(train.encode_prompt(tokenizer, GREETING)) + 2 + len(tokenizer.encode("again")) - missing
-    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, again, room, max_turns=9)
-    assert sample.truncated and sample.tokens["mask"].sum() == 2 * turns
-    assert sample.tokens["mask"][-1] == 1  # what does not fit is not run through the update
+        own["id"].tolist() == [*ids, 5]
+        and own["mask"].all()
+        and not sample.tokens["mask"][: len(prompt)].any()
+    )
+    assert own["turn"].tolist() == [0] * len(ids) + [1] and own["version"].tolist() == [7] * len(ids) + [8]
+    assert own["logprob"].tolist() == pytest.approx([*logprobs, -1.0])
+    first, second = engine.requests
+    assert first == (prompt, 0.7, hash((4, 3, 1, 0)), 9)
+    assert second == (prompt + ids, 0.7, hash((4, 3, 1, 1)), 9)  # a turn has a seed of its own
 
 
 @pytest.mark.parametrize(
     "ids, logprobs", [([], []), ([5], []), ([5, 6], [-1.0]), ([5], [math.nan]), ([5], [-np.inf])]
 )
 def test_turns_without_tokens_or_logprobs_fail(tokenizer, ids, logprobs):
+    engine = FakeEngine([(ids, logprobs, 1, False)])
     with pytest.raises(ValueError, match="no tokens, or log-probs that are missing or not finite"):
-        play(tokenizer, [(ids, logprobs, 1, False)])
-
-
-def test_env_step_may_be_plain(tokenizer):
-    turns = [([5, 6], [-1.0, -1.0], 1, False)] * 2
-    replies = iter(["again", None])
-    sample = play(tokenizer, turns, lambda sample: next(replies), max_turns=9)
-    expected = play(tokenizer, turns, again, max_turns=2)
-    assert sample.tokens.tolist() == expected.tokens.tolist()
-
-
-def test_env_step_has_a_deadline(tokenizer):
-    async def hang(sample):
-        await asyncio.sleep(60)
-
-    with pytest.raises(TimeoutError):
-        play(tokenizer, [([5], [-1.0], 1, False)], hang, max_turns=2, reward_timeout=0.01)
+        asyncio.run(train.rollout(Sample(GREETING, {}), engine, tokenizer, Config(), 1.0))
 
 
 # --------------------------------------- 4. Advantages and loss -------------------------------------------
@@ -250,13 +204,13 @@ def test_loss_is_the_weighted_sum_over_tokens():
 
 
 # --------------------------------------------- 5. Batches -------------------------------------------------
-def test_make_batch_by_hand():
+def test_batch_by_hand():
     first, second = of_mask([0, 1, 0, 1], [0, 1])
     first.tokens["logprob"] = [0, -1, 0, -2]
     first.tokens["advantage"] = [0, 0.5, 0, 0.25]
     first.tokens["weight"] = [0, 0.1, 0, 0.1]
     second.tokens["logprob"] = [0, -3]
-    batch = train.make_batch([first, second], "cpu")
+    batch = train.Batch([first, second], "cpu")
     assert batch.ids.tolist() == [[5, 6, 7, 8, 9, 10]] and batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert batch.bounds.tolist() == [0, 4, 6] and batch.bounds.dtype == torch.int32 and batch.longest == 4
     assert batch.source.tolist() == [0, 2, 4] and batch.targets.tolist() == [6, 8, 10]
@@ -266,7 +220,7 @@ def test_make_batch_by_hand():
 
 
 def test_a_filler_has_weight_0():
-    batch = train.make_batch([], "cpu")
+    batch = train.Batch([], "cpu")
     assert batch.weights.tolist() == batch.advantages.tolist() == [0] and batch.bounds.tolist() == [0, 2]
     assert batch.source.tolist() == [0] and batch.samples == []
 
@@ -303,7 +257,7 @@ def test_pack_loses_nothing_and_keeps_the_budget(count):
 
 # --------------------------------------- 6. Processes and inputs ------------------------------------------
 def test_meshes_of_one_process(mesh):
-    assert {name: part.size() for name, part in mesh.items()} == {"dp": 1, "tp": 1, "fsdp": 1}
+    assert [mesh[name].size() for name in ("dp", "tp")] == [1, 1]
     assert train.reduce_over(mesh["dp"], [1, 2.5]) == [1.0, 2.5]
 
 
@@ -314,7 +268,7 @@ def test_packed_logprobs_equal_one_by_one(mesh, tmp_path, kind, tied):
     policy = train.load_policy(str(folder), mesh, Config(temperature=0.6, device="cpu"), VOCAB)
     model = AutoModelForCausalLM.from_pretrained(folder)
     samples = some_samples()
-    logprobs, entropy = policy.logprobs(train.make_batch(samples, "cpu"))
+    logprobs, entropy = policy.logprobs(train.Batch(samples, "cpu"))
     expected = torch.cat([plain_logprobs(model, sample, 0.6) for sample in samples])
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=2e-5)
     tokens = samples[0].tokens
@@ -501,7 +455,7 @@ def test_without_any_advantage_nothing_moves(small):
         sample.tokens["advantage"] = 0
     before = weights_of(trainer.actor)
     metrics = trainer.actor.backward(trainer.micro_batches(samples), trainer.forward)
-    assert trainer.actor.step() == 0 and metrics["loss"] == 0 and metrics["entropy"] == 0
+    assert trainer.actor.optimizer_step() == 0 and metrics["loss"] == 0 and metrics["entropy"] == 0
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer.actor).items())
 
 
@@ -509,7 +463,7 @@ def test_statistics_are_means_over_real_tokens(small):
     trainer, samples = small(tokens_per_micro_batch=30), some_samples()
     batches = trainer.micro_batches(samples)
     assert len(batches) > 3
-    together = trainer.actor.backward([*batches, train.make_batch([], "cpu")], trainer.forward)
+    together = trainer.actor.backward([*batches, train.Batch([], "cpu")], trainer.forward)
     (whole,) = small().micro_batches(samples)
     logprobs, entropy = trainer.actor.model.logprobs(whole)
     assert together["entropy"] == pytest.approx(entropy.mean().item(), rel=1e-4)
@@ -518,20 +472,34 @@ def test_statistics_are_means_over_real_tokens(small):
     assert together["loss"] == pytest.approx(-(whole.weights * whole.advantages).sum().item(), rel=1e-4)
 
 
+def test_statistics_of_any_name_change_no_other_number(small):
+    trainer = small()
+
+    def forward(batch):
+        loss, stats = VariantTrainer.forward(trainer, batch)
+        return loss, stats | {name: torch.full_like(batch.weights, 7.0) for name in ("loss", "tokens")}
+
+    samples = some_samples()
+    expected = trainer.actor.backward(trainer.micro_batches(samples), trainer.forward)
+    trainer.actor.optimizer.zero_grad()
+    found = trainer.actor.backward(trainer.micro_batches(samples), forward)
+    assert found == expected | {"tokens": 7.0}
+
+
 @pytest.mark.parametrize("value", [math.nan, 1e30])  # the norm of the latter is inf
 def test_a_gradient_that_is_not_finite_changes_nothing(small, value):
     trainer = small()
     actor = trainer.actor
     actor.backward(trainer.micro_batches(some_samples()), trainer.forward)
-    actor.step()
+    actor.optimizer_step()
     before = weights_of(actor)
     batches = trainer.micro_batches(some_samples())
     batches[0].weights[3] = value
     actor.backward(batches, trainer.forward)
-    assert not math.isfinite(actor.step()) and actor.scheduler.last_epoch == 1
+    assert not math.isfinite(actor.optimizer_step()) and actor.scheduler.last_epoch == 1
     assert all(torch.equal(value, before[name]) for name, value in weights_of(actor).items())
     actor.backward(trainer.micro_batches(some_samples()), trainer.forward)
-    assert math.isfinite(actor.step()) and actor.scheduler.last_epoch == 2  # nothing of it is left
+    assert math.isfinite(actor.optimizer_step()) and actor.scheduler.last_epoch == 2  # nothing of it is left
     assert any(not torch.equal(value, before[name]) for name, value in weights_of(actor).items())
 
 
@@ -566,9 +534,9 @@ def test_prompts_are_a_new_permutation_every_epoch(whole):
 def test_groups_are_dealt_to_ranks_within_each_update(updates):
     dealt = {}
     for rank in range(2):
-        trainer = object.__new__(Trainer)
+        trainer = object.__new__(VariantTrainer if updates > 1 else Trainer)
         trainer.config = Config(prompts_per_step=8, updates_per_step=updates, group_size=3, temperature=0.5)
-        trainer.rank, trainer.ranks = rank, 2
+        trainer.mesh = mesh_of(rank, 2)
         trainer.prompts, trainer.prompts_drawn, trainer.data = enumerate(range(100, 130)), 0, "data"
         trainer.sample = lambda *args: args
         for draw in range(3):
@@ -603,10 +571,10 @@ def test_groups_have_one_prompt_and_samples_of_their_own(whole):
     assert [one.text for one in elsewhere] != [one.text for one in again]
     samples[0].row["note"] = "of one sample"
     assert samples[1].row == trainer.data[3].row
-    assert trainer.room == 1024 - 4  # the context of assets/tiny without a completion
-    trainer.room = len(expected)
+    assert trainer.prompt_limit == 1024 - 4  # the context of assets/tiny without a completion
+    trainer.prompt_limit = len(expected)
     assert len(trainer.sample(trainer.data, [(8, 3)], 3, 1.0)) == 3
-    trainer.room = len(expected) - 1
+    trainer.prompt_limit = len(expected) - 1
     assert [s.key[0] for s in trainer.sample(trainer.data, [(8, 3)], 3, 1.0)] == []  # no room for a turn
 
 
@@ -745,7 +713,7 @@ def test_every_step_samples_with_the_weights_of_the_last_one(whole):
         versions += {version for one in samples for version in one.tokens["version"][one.tokens["mask"] == 1]}
     assert versions == [1, 2, 3]
     samples = trainer.rollout()
-    batch = train.make_batch(samples, "cpu")
+    batch = train.Batch(samples, "cpu")
     with torch.no_grad():
         found = trainer.actor.model.logprobs(batch)[0]
         old = train.load_policy(str(TINY), trainer.mesh, trainer.config, 511).logprobs(batch)[0]
@@ -764,16 +732,17 @@ def test_evaluation_is_the_mean_reward_of_greedy_completions(whole, monkeypatch)
     assert data is trainer.eval_data and [row for _, row in prompts] == [0, 1, 2, 3, 4]
     assert (size, temperature) == (1, 0.0) and score == np.mean([len(one.text) for one in samples])
     assert trainer.evaluate()["eval_score"] == score
-    trainer.rank, trainer.ranks = 1, 2  # of two ranks the second one
+    mesh, trainer.mesh = trainer.mesh, mesh_of(1, 2)  # of two ranks the second one
     monkeypatch.setattr(train, "reduce_over", as_if_another_rank_had(3))
     trainer.max_failures = 1.0
     score = trainer.evaluate()["eval_score"]
     assert [row for _, row in asked[-1][0][1]] == [1, 3]
     assert score == (sum(len(one.text) for one in asked[-1][1]) + 3) / (2 + 3)  # over both
     monkeypatch.undo()
+    trainer.mesh = mesh
     trainer.reward_fn = lambda sample: 1.0 if sample.key[0] == 1 else 1 / 0
     found = trainer.evaluate()
-    assert found == {"eval_score": 0.5, "eval_failures": 0.5}  # a failed sample counts as 0
+    assert found == {"eval_score": 0.2, "eval_failures": 0.8}  # a failed sample counts as 0
 
 
 def test_fit_evaluates_learns_and_exports_in_this_order(whole, tmp_path):
@@ -857,7 +826,7 @@ def test_the_embedded_job_learns(mesh, tmp_path, monkeypatch):
     flags = ["--steps", "12", "--eval_every", "12", "--lr", "2e-4", "--output_dir", str(tmp_path / "run")]
     config = parse_flags(Config, flags)
     config.eval_data += ":train[:64]"
-    Trainer(config, RLDataset, train.reward_fn, train.env_step).fit()
+    Trainer(config, RLDataset, train.reward_fn, None).fit()
     history = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert history[12]["eval_score"] > history[0]["eval_score"] + 0.15
     assert np.mean([record["reward"] for record in history[10:]]) > history[1]["reward"] + 0.1

@@ -115,7 +115,7 @@ def new_side(repeats: int) -> list[dict]:
         useful = [sample for sample in samples if sample.tokens["advantage"].any()]
         part("packing", lambda: train.pack(useful, BUDGET, 1))
         packs = part("packing", lambda: train.pack(useful, BUDGET, 1))
-        part("tensors of micro-batches", lambda: [train.make_batch(one, "cpu") for one in packs])
+        part("tensors of micro-batches", lambda: [train.Batch(one, "cpu") for one in packs])
         part("records and files", lambda: trainer.write(2 + repeat, {}, samples))
         found.append(part.seconds)
     dist.destroy_process_group()
@@ -152,7 +152,7 @@ def old_side(repeats: int) -> list[dict]:
         part("advantages", lambda: trainer.compare(samples))
         useful = [sample for sample in samples if any(sample.advantages)]
         packs = part("packing", lambda: packing.pack(useful, BUDGET, 1))
-        batches = part("tensors of micro-batches", lambda: [train.make_batch(one, "cpu") for one in packs])
+        batches = part("tensors of micro-batches", lambda: [train.Batch(one, "cpu") for one in packs])
         for batch in batches:
             weigh = (batch, config.aggregation, samples, config.max_new_tokens)
             part("weights", lambda: train.token_weights(*weigh))

@@ -78,7 +78,7 @@ def make_batches(tokens: int, micro_batches: int, vocab_size: int, device: str) 
             sample = train.Sample([], {})
             sample.append(row, mask=mask, logprob=-1.0, advantage=(-1.0) ** i, weight=1e-5)
             samples.append(sample)
-        batches.append(train.make_batch(samples, device))
+        batches.append(train.Batch(samples, device))
     return batches
 
 

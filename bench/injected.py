@@ -124,12 +124,12 @@ def is_spoiled() -> bool:
 class FaultyActor(train.Actor):
     """An actor with instants in its optimizer steps, pushes and exports."""
 
-    def step(self) -> float:
+    def optimizer_step(self) -> float:
         if FAULT == "not_updated" and is_spoiled():
             self.optimizer.zero_grad()
             norm = 0.0
         else:
-            norm = super().step()
+            norm = super().optimizer_step()
         NOW.update += 1
         strike("update")
         return norm

@@ -35,7 +35,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCau
 import train  # noqa: E402
 from bench import measure  # noqa: E402
 from tools.plan import PlanConfig, plan  # noqa: E402
-from train import GPU, Actor, Sample, grpo_loss, init_distributed, load_policy, make_batch  # noqa: E402
+from train import GPU, Actor, Batch, Sample, grpo_loss, init_distributed, load_policy  # noqa: E402
 
 SIZES = {
     "small": (
@@ -112,7 +112,7 @@ def full_batch(tokens: int, device: str, trained: float = TRAINED):
         sample.tokens["advantage"] = 1.0
         sample.tokens["weight"] = 0.01
         samples.append(sample)
-    return make_batch(samples, device)
+    return Batch(samples, device)
 
 
 def naive_logprobs(states, targets, head, temperature: float, *_):
@@ -208,7 +208,7 @@ def update(actor: Actor, batches: list):
         return result
 
     actor.backward(batches, loss)
-    actor.step()
+    actor.optimizer_step()
 
 
 def update_peak(case: dict) -> int:

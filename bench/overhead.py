@@ -65,7 +65,7 @@ def make_trainer(**flags) -> train.Trainer:
     config_class, trainer_class = extras.extend(train.Config, train.Trainer)
     flags = {"eval_every": 0, "output_dir": f"{tempfile.mkdtemp()}/run"} | flags
     config = train.parse_flags(config_class, embedded_flags(**flags))
-    return trainer_class(config, train.RLDataset, train.reward_fn, train.env_step)
+    return trainer_class(config, train.RLDataset, train.reward_fn, None)
 
 
 def attach(clock: Clock, trainer: train.Trainer):

@@ -62,7 +62,7 @@ def padded_batch(samples: list[train.Sample]) -> train.Batch:
         copy.tokens = sample.tokens.copy()
         copy.append([0] * (longest - len(sample.tokens)))
         padded.append(copy)
-    batch = train.make_batch(padded, "cpu")
+    batch = train.Batch(padded, "cpu")
     batch.ids = batch.ids.view(-1, longest)
     batch.positions = batch.positions.view(-1, longest)
     return batch
@@ -102,7 +102,7 @@ def update(actor: train.Actor, batches: list) -> float:
         return train.grpo_loss(logprobs, entropy, batch, actor.config)
 
     actor.backward(batches, loss)
-    return actor.step()
+    return actor.optimizer_step()
 
 
 def main():
@@ -117,7 +117,7 @@ def main():
     samples = make_samples(flags.samples, config)
     by_length = sorted(samples, key=lambda sample: len(sample.tokens))
     batches = {
-        "packed": [train.make_batch(part, "cpu") for part in train.pack(samples, flags.budget, 1)],
+        "packed": [train.Batch(part, "cpu") for part in train.pack(samples, flags.budget, 1)],
         "padded": [padded_batch(part) for part in padded_packs(samples, flags.budget)],
         "padded, sorted": [padded_batch(part) for part in padded_packs(by_length, flags.budget)],
     }

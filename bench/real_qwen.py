@@ -147,8 +147,8 @@ def evaluating(parent: type) -> type:
             self.evaluations += 1
             last = 1 + -(-self.config.steps // self.config.eval_every)
             if self.evaluations in (1, last):
-                rows = range(self.rank, len(self.eval_data), self.ranks)
-                samples = self.sample(self.eval_data, [(row, row) for row in rows], SAMPLES, 1.0)
+                prompts = self.own_prompts([(row, row) for row in range(len(self.eval_data))])
+                samples = self.sample(self.eval_data, prompts, SAMPLES, 1.0)
                 mean = np.array([sum(sample.reward for sample in samples), len(samples)], float)
                 total, count = reduce_over(self.mesh["dp"], mean.tolist())
                 metrics["eval_sampled"] = total / count

@@ -104,7 +104,7 @@ def old_rank(rank: int, processes: int) -> list[dict]:
         trainer.compare(everything)
         useful = [sample for sample in everything if any(sample.advantages)]
         packs = packing.pack(useful, around.BUDGET, processes)[rank::processes]
-        batches = [train.make_batch(one, "cpu") for one in packs]
+        batches = [train.Batch(one, "cpu") for one in packs]
         for batch in batches:
             train.token_weights(batch, config.aggregation, everything, config.max_new_tokens)
             batch.entropy = batch.logprob_diff = batch.weights

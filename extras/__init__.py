@@ -14,6 +14,7 @@ ORDER = (  # later ones wrap earlier ones
     "wandb_log",
     "sglang_cpu",
     "variants",
+    "turns",
     "lr_schedule",
     "dither",
     "compile",
@@ -23,6 +24,7 @@ ORDER = (  # later ones wrap earlier ones
     "monitor",
     "gate",
     "reward_workers",
+    "updates",
     "checkpoint",
     "embedded",  # its flags precede those of a checkpoint
     "checks",

@@ -262,17 +262,12 @@ def over_ranks(gap: float, cause: str = "") -> tuple[float, str]:
 
 
 # ---- Between a gate and a trainer ------------------------------------------------------------------------
-async def no_reply(sample):
-    """An env_step that ends the episode."""
-
-
 class Probe:
     """How the gate of a Trainer plays and scores."""
 
     def __init__(self, trainer):
         self.trainer = trainer
-        self.config = copy(trainer.config)
-        self.config.max_turns = 1
+        self.config = trainer.config
         self.prompts = {}  # row -> sample
 
     def prompt(self, row: int):
@@ -282,7 +277,7 @@ class Probe:
         if row not in self.prompts:
             prompt = trainer.data[row]
             ids = train.encode_prompt(trainer.tokenizer, prompt.messages)
-            prompt.append(ids[-trainer.room :])
+            prompt.append(ids[-trainer.prompt_limit :])
             self.prompts[row] = prompt
         return deepcopy(self.prompts[row])
 
@@ -290,7 +285,7 @@ class Probe:
         """Samples at most `limit` tokens for each prompt; all ranks of a tensor-parallel group get all."""
         trainer = self.trainer
         limit = min(limit, self.config.max_new_tokens)
-        numbered = list(enumerate(rows))[trainer.engine.share]
+        numbered = trainer.engine.local_prompts(list(enumerate(rows)))
         episodes = [self.episode(self.prompt(row), seed, temperature, limit) for seed, row in numbered]
         samples = run_on(trainer.engine.loop, episodes)
         parts = [samples] * trainer.mesh["tp"].size()
@@ -302,16 +297,15 @@ class Probe:
         """One turn of the policy; an error is the sample's failure."""
         trainer = self.trainer
         sample.key = (seed, 0)
-
-        def generate(ids, turn):
-            return trainer.engine.generate(ids, temperature, seed, limit)
-
+        config = copy(self.config)
+        config.max_new_tokens = limit
         try:
-            await train.rollout(sample, trainer.tokenizer, generate, no_reply, self.config, trainer.room)
+            await train.rollout(sample, trainer.engine, trainer.tokenizer, config, temperature)
         except UserError:
             raise
         except Exception as error:
             sample.failure = f"{type(error).__name__}: {error}"
+        sample.row, sample.state = {}, {}  # other ranks cannot have what only this process can use
         return sample
 
     @torch.no_grad()
@@ -319,8 +313,8 @@ class Probe:
         """Ids [N] of the tokens that an engine made, its log-probs [N], and the actor's [N]."""
         model = self.trainer.actor.model
         complete = [sample for sample in samples if not sample.failure]
-        batch = train.make_batch(complete, self.config.device)
-        logprobs, _ = model.logprobs(batch, temperature)
+        batch = train.Batch(complete, self.config.device)
+        logprobs, _ = model.logprobs(batch, temperature=temperature)
         model.reshard()  # or the root's gathered weights would stay until a backward pass
         count = len(logprobs) if complete else 0  # without samples the batch is a filler
         return batch.targets[:count].cpu(), batch.engine_logprobs[:count].cpu(), logprobs[:count].cpu()

@@ -115,7 +115,7 @@ class LocalEngine:
     def __init__(self, path: str, tokenizer, mesh, config):
         self.loop = asyncio.new_event_loop()
         tp = mesh["tp"]
-        self.share = slice(tp.get_local_rank(), None, tp.size())  # prompts of its group that this rank plays
+        self.rank, self.ranks = tp.get_local_rank(), tp.size()
         self.vocab_size = len(tokenizer)
         self.version = 0  # pushes so far
         self.device = config.device
@@ -127,6 +127,10 @@ class LocalEngine:
         self.model = model.to(self.device).eval()
         stops = self.model.generation_config.eos_token_id or []
         self.stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
+
+    def local_prompts(self, prompts: list) -> list:
+        """The prompts of the tensor-parallel group that this rank plays: every rank its part."""
+        return prompts[self.rank :: self.ranks]
 
     async def generate(self, ids, temperature: float, seed: int, max_new_tokens: int | None = None):
         """Samples one completion of the prompt `ids` [T], an int32 array, with the weights of the last push.

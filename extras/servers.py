@@ -253,7 +253,7 @@ class ServerEngine:
         self.config = config
         self.version = 0
         self.loop = asyncio.new_event_loop()
-        self.share = slice(mesh["tp"].get_local_rank(), None, mesh["tp"].size())
+        self.rank, self.ranks = mesh["tp"].get_local_rank(), mesh["tp"].size()
         self.vocab_size = AutoConfig.from_pretrained(path).vocab_size
         self.reported: set[str] = set()  # servers whose loss was printed
         self.sampling = {  # explicit, because a server may have other defaults
@@ -281,6 +281,10 @@ class ServerEngine:
         return [server for server in self.servers if not server.failure]
 
     # ---- Sampling ----
+    def local_prompts(self, prompts: list) -> list:
+        """The prompts of the tensor-parallel group that this rank plays: every rank its part."""
+        return prompts[self.rank :: self.ranks]
+
     async def generate(
         self, ids: np.ndarray, temperature: float, seed: int, max_new_tokens: int | None = None
     ) -> tuple[list[int], list[float], list[int], bool]:

@@ -12,7 +12,7 @@ them. A reward_fn may return a list, one number per turn.
 from dataclasses import dataclass
 from typing import Literal
 
-from extras.variants import Flags
+from extras import turns, updates, variants
 from recipes.problems import ProblemDataset, reward_fn
 from recipes.trainer import AlgorithmTrainer
 from train import Config, UserError, flag, main
@@ -78,7 +78,7 @@ ALGORITHMS = {  # what a row leaves out is as in COMMON
 
 
 @dataclass
-class AlgorithmConfig(Config, Flags):
+class AlgorithmConfig(Config, variants.Flags, turns.Flags, updates.Flags):
     """The core's flags, and the columns of the table; None: as the row says."""
 
     algo: Literal[tuple(ALGORITHMS)] = flag("grpo", "row of the table of algorithms")

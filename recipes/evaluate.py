@@ -54,7 +54,7 @@ class Evaluator(Trainer):
     def evaluate(self) -> dict[str, float]:
         """The mean reward (avg@n) and pass@k on the evaluation data."""
         size = self.config.eval_samples
-        prompts = [(row, row) for row in range(self.rank, len(self.eval_data), self.ranks)]
+        prompts = self.own_prompts([(row, row) for row in range(len(self.eval_data))])
         samples = self.sample(self.eval_data, prompts, size, self.config.eval_temperature)
         failures = self.check_failures(samples)  # these count as 0
         rewards = np.array([sample.reward for sample in samples]).reshape(-1, size).tolist()

@@ -10,19 +10,22 @@ random at first, B [out, r] is zero, and W stays frozen. --lr is ten times that 
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import Linear, Parameter
 from torch.nn.functional import linear
 
 from extras import dither
 from recipes.problems import ProblemDataset, reward_fn
-from train import RANK, Actor, Config, Trainer, UserError, empty_model, flag, load_policy, main
+from train import RANK, Actor, Config, Trainer, UserError, empty_model, flag, main, policy_logprobs, shard
 
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
 
@@ -132,9 +135,13 @@ class LoRATrainer(Trainer):
     def load_policy(self):
         """The model with adapters; called again, the reference: the same model without them."""
         if not hasattr(self, "actor"):
-            sizes = (self.mesh, self.config, self.engine.vocab_size)
-            model = load_policy(self.path, *sizes, lambda path: add_adapters(empty_model(path), self.config))
+            model = shard(add_adapters(empty_model(self.path), self.config), self.mesh, self.config)
+            saved = {name: weight for name, weight in model.named_parameters() if "lora_" not in name}
+            dcp.load(saved, storage_reader=dcp.HuggingFaceStorageReader(self.path))
             start_adapters(model, self.config.seed)
+            sizes = {"vocab_size": self.engine.vocab_size, "tp": self.mesh["tp"]}
+            model.logprobs = partial(policy_logprobs, model, temperature=self.config.temperature, **sizes)
+            register_fsdp_forward_method(model, "logprobs")
             return model
         model = self.actor.model
 

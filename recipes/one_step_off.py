@@ -56,15 +56,15 @@ class OneStepOff(Trainer):
         threading.Thread(target=self.engine.loop.run_forever, daemon=True).start()
 
     def begin(self, dataset, prompts: list, group_size: int, temperature: float) -> Future:
-        """Begins group_size episodes per prompt (place, row) on the engine's thread."""
+        """Begins group_size episodes per prompt (number, row) on the engine's thread."""
         episodes = []
-        for place, row in prompts[self.engine.share]:
+        for number, row in self.engine.local_prompts(prompts):
             prompt = dataset[row]
             prompt.append(encode_prompt(self.tokenizer, prompt.messages))
-            fits = len(prompt.tokens) <= self.room
+            fits = len(prompt.tokens) <= self.prompt_limit
             for i in range(group_size if fits else 0):
                 sample = deepcopy(prompt)
-                sample.key = (place, i)
+                sample.key = (number, i)
                 episodes.append(self.episode(sample, temperature))
         return asyncio.run_coroutine_threadsafe(play_all(episodes), self.engine.loop)
 
@@ -84,8 +84,8 @@ class OneStepOff(Trainer):
         remaining = config.steps - max(0, self.first_step - 1) - self.sampled
         while len(self.ahead) < min(1 + config.max_staleness, remaining):
             prompts = list(islice(self.prompts, config.prompts_per_step))
-            mine = [one for one in prompts if one[0] // config.updates_per_step % self.ranks == self.rank]
-            self.ahead.append(self.begin(self.data, mine, config.group_size, config.temperature))
+            prompts = self.own_prompts(prompts)
+            self.ahead.append(self.begin(self.data, prompts, config.group_size, config.temperature))
         self.sampled += 1
         self.prompts_drawn += config.prompts_per_step  # only returned rollouts: begun ones are not saved
         return self.finish(self.ahead.popleft())

@@ -143,7 +143,7 @@ class PPO(AlgorithmTrainer):
         for i in range(count if self.critic else 0):
             share = [sample for sample in counted if sample.key[0] % count == i]
             history.append(self.critic.backward(self.pack(share), self.critic.loss))
-            self.critic.step()
+            self.critic.optimizer_step()
         if history:
             means = {name: np.mean([found[name] for found in history]) for name in history[0]}
             metrics |= critic_metrics(means)

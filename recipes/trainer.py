@@ -21,7 +21,7 @@ from recipes.formulas import (
     token_returns,
     trained,
 )
-from train import Sample, Trainer, call, make_batch, pack, reduce_over
+from train import Batch, Sample, Trainer, call, pack, reduce_over
 
 
 def add_column(name: str):
@@ -72,7 +72,7 @@ class AlgorithmTrainer(Trainer):
         """Samples groups; with --dynamic_sampling (DAPO, eq. 11) draws again while some carry no signal."""
         size = self.config.prompts_per_step
         samples = []
-        signal = {}  # place of a prompt -> 1 if its group carries a signal; the same on all ranks
+        signal = {}  # number of a prompt -> 1 if its group carries a signal; the same on all ranks
         for _ in range(1 + self.config.dynamic_sampling):
             places = range(self.prompts_drawn, self.prompts_drawn + size)
             drawn = super().rollout()
@@ -142,7 +142,7 @@ class AlgorithmTrainer(Trainer):
         """Micro-batches of this rank's samples, as many as on every rank."""
         budget = self.config.tokens_per_micro_batch
         (count,) = reduce_over(self.mesh["dp"], [len(pack(samples, budget, 1))], dist.ReduceOp.MAX)
-        batches = [make_batch(part, self.config.device) for part in pack(samples, budget, int(count))]
+        batches = [Batch(part, self.config.device) for part in pack(samples, budget, int(count))]
         for batch in batches:
             filler = torch.zeros_like(batch.source)
             owners, steps = number_units(batch.samples) if batch.samples else (filler, filler)

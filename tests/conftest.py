@@ -1,5 +1,6 @@
 """What the tests share: runs in a subprocess, small random models, made-up samples, fixtures."""
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -27,16 +28,17 @@ from transformers import (
 )
 
 import train
-from extras import add_flags, embedded, variants
+from extras import add_flags, embedded, turns, updates, variants
 from train import Actor, RLDataset, Sample, Trainer
 
 sys.modules.setdefault("tests.conftest", sys.modules[__name__])  # pytest may have imported it as `conftest`
 Config = add_flags(train.Config)  # with the flags of extras/
-VariantTrainer = variants.extend(Trainer)
+VariantTrainer = updates.extend(turns.extend(variants.extend(Trainer)))
 HERE = Path(__file__).parent.parent
 TINY = HERE / "assets/tiny"
 COUNTDOWN = HERE / "assets/countdown"
 TEMPERATURE = 0.8  # of the log-probs that are compared with plain ones
+GREETING = [{"role": "user", "content": "hi"}]
 VOCAB = 500  # ids that the random models may use; their embeddings have 512 rows
 MODELS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -107,6 +109,33 @@ def plain_logprobs(model, sample: Sample, temperature: float = 1.0) -> torch.Ten
     return logprobs[torch.from_numpy(sample.tokens["mask"][1:] == 1)]
 
 
+class FakeEngine:
+    """Answers with given turns: (ids, logprobs, versions, truncated)."""
+
+    def __init__(self, turns: list):
+        self.turns = iter(turns)
+        self.requests = []
+
+    async def generate(self, ids, temperature, seed, max_new_tokens):
+        self.requests.append((ids.tolist(), temperature, seed, max_new_tokens))
+        return next(self.turns)
+
+
+def play(tokenizer, answers: list, env_step=None, prompt_limit: int = 999, **flags) -> Sample:
+    """An episode whose turns are (ids, logprobs, versions, truncated)."""
+    trainer = object.__new__(turns.extend(Trainer))
+    trainer.engine = FakeEngine(answers)
+    trainer.tokenizer = tokenizer
+    trainer.env_step = env_step
+    trainer.config = Config(**flags)
+    trainer.prompt_limit = prompt_limit
+    sample = Sample(GREETING, {})
+    sample.append(train.encode_prompt(tokenizer, GREETING))
+    asyncio.run(trainer.play(sample, 1.0))
+    sample.state["seen"] = [request[0] for request in trainer.engine.requests]
+    return sample
+
+
 def make_trainer(config: Config, mesh, trainer_class=VariantTrainer, actor_class=Actor, **parts) -> Trainer:
     """A Trainer with an actor, but without data, engine and log."""
     trainer = object.__new__(trainer_class)
@@ -118,6 +147,12 @@ def make_trainer(config: Config, mesh, trainer_class=VariantTrainer, actor_class
     trainer.reference = None
     vars(trainer).update(parts)
     return trainer
+
+
+def mesh_of(rank: int, ranks: int) -> dict:
+    """What a Trainer sees of a mesh as the given one of several data-parallel ranks."""
+    dp = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: ranks)
+    return {"dp": dp, "tp": SimpleNamespace(get_local_rank=lambda: 0, size=lambda: 1)}
 
 
 def other_logprobs(batch, shift: float) -> torch.Tensor:
@@ -225,7 +260,7 @@ def whole(mesh, tmp_path, monkeypatch):
 
     def make(
         reward_fn=lambda sample: int(sample.tokens["id"].sum()) % 7,
-        env_step=train.env_step,
+        env_step=None,
         trainer_class=VariantTrainer,
         **flags,
     ) -> Trainer:

@@ -109,7 +109,7 @@ def update(trainer, samples: list, loss: str) -> dict:
         return norm
 
     train.clip_grad_norm_ = clip
-    record["grad_norm"] = actor.step()
+    record["grad_norm"] = actor.optimizer_step()
     train.clip_grad_norm_ = kept
     return record
 
@@ -207,7 +207,7 @@ def learn(case: tuple, outputs: Path):
     options = {"tp_size": tp, "dp_replicate": copies, "max_new_tokens": 20, "eval_every": 0, "lr": 1e-3}
     options |= {"updates_per_step": 2, "warmup_steps": 0, "output_dir": str(outputs / name)}
     vars(config).update(options)
-    trainer = train.Trainer(config, train.RLDataset, lambda sample: len(sample.text) % 7, train.env_step)
+    trainer = VariantTrainer(config, train.RLDataset, lambda sample: len(sample.text) % 7, None)
     trainer.fit()
 
 

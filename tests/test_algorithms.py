@@ -59,8 +59,6 @@ def make_trainer(config, mesh, trainer_class=AlgorithmTrainer):
     trainer = object.__new__(trainer_class)
     trainer.config = config
     trainer.mesh = mesh
-    trainer.rank = 0
-    trainer.ranks = 1
     trainer.actor = SimpleNamespace(model=SimpleNamespace())
     trainer.reference = None
     return trainer

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from bench import kills
 from extras import checkpoint as module
-from extras import monitor
+from extras import monitor, updates
 from extras.checkpoint import (
     Lock,
     Stop,
@@ -60,9 +60,9 @@ def make(*arguments):
         mesh = alone()
         patch.setattr(train, "init_distributed", lambda config: mesh)
         patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
-        trainer_class = module.extend(monitor.extend(train.Trainer))
+        trainer_class = module.extend(updates.extend(monitor.extend(train.Trainer)))
         config = parse_flags(Config, sys.argv[1:])
-        return trainer_class(config, train.RLDataset, reward_fn, train.env_step)
+        return trainer_class(config, train.RLDataset, reward_fn, None)
 
 
 def fit(*arguments):

@@ -23,7 +23,7 @@ from transformers import BertConfig, Qwen3Config
 from transformers.hf_argparser import HfArgumentParser
 
 import train
-from extras import checks, monitor
+from extras import checks, monitor, turns
 from tests.conftest import COUNTDOWN, TINY, Config, parse_flags, random_model, run, some_samples
 from train import RLDataset, Sample, UserError
 
@@ -465,6 +465,7 @@ class FakeTrainer:
 
     score = train.Trainer.score
     episode = train.Trainer.episode
+    play = turns.extend(train.Trainer).play
 
 
 def checked_trainer(mesh, **flags):
@@ -600,10 +601,10 @@ def test_timeouts_name_their_flag(mesh, tokenizer):
     trainer.reward_timeout = 0.05
     trainer.has_failed = False
     trainer.tokenizer = tokenizer
-    trainer.room = 99
+    trainer.prompt_limit = 99
     cases = [
-        (forever, train.env_step, "reward_fn or env_step took over 0.05 s (--reward_timeout)"),
-        (impatient, train.env_step, "the judge was busy"),
+        (forever, None, "reward_fn or env_step took over 0.05 s (--reward_timeout)"),
+        (impatient, None, "the judge was busy"),
         (forever, forever, "reward_fn or env_step took over 0.05 s (--reward_timeout)"),
     ]
     for reward_fn, env_step, said in cases:
@@ -626,7 +627,7 @@ def small_run(
     trainer_class = train.Trainer
     for name in extras.split():
         trainer_class = train.load_extra(name, "").extend(trainer_class)
-    return trainer_class(config, RLDataset, lambda sample: sample.key[1] - 0.5, train.env_step)
+    return trainer_class(config, RLDataset, lambda sample: sample.key[1] - 0.5, None)
 
 
 def test_a_run_with_all_of_these_extras(tmp_path, monkeypatch, mesh, capsys):
@@ -660,7 +661,7 @@ def test_a_run_with_all_of_these_extras(tmp_path, monkeypatch, mesh, capsys):
 
 def test_statistics_return_to_their_tokens():
     samples = some_samples(2, 2)
-    batch = train.make_batch(samples, "cpu")
+    batch = train.Batch(samples, "cpu")
     values = torch.arange(len(batch.targets)).float() + 1
     monitor.write_back(batch, {"weight": values})
     found = np.concatenate([sample.tokens["weight"][sample.tokens["mask"] == 1] for sample in samples])

@@ -97,9 +97,8 @@ def test_every_file_in_extras_has_its_place():
 
 
 def test_train_names_the_file_of_every_flag_that_extras_declare():
-    named = {}
-    for name, flags in re.findall(r"(\w+)\.py(?:\s+\(([^)]*)\))?", train.__doc__.rpartition("Files")[2]):
-        named[name] = sorted(re.findall(r"--(\w+)", flags)) or [name]
+    found = re.findall(r"(\w+)\.py((?:\s+--\w+)+)", train.__doc__)
+    named = {name: sorted(re.findall(r"--(\w+)", flags)) for name, flags in found}
     declared = {
         name: sorted(field.name for field in fields(module.Flags))
         for name, module in MODULES.items()

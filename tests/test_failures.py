@@ -121,6 +121,15 @@ def test_the_core_ends_a_run_in_which_more_than_a_tenth_of_a_step_fails(whole, f
         assert trainer.check_failures(samples) == failing / 10
 
 
+def test_an_async_reward_that_exits_fails_its_sample_alone(whole):
+    async def reward_fn(sample):
+        await asyncio.sleep(0)
+        raise SystemExit("no judge") if sample.key[1] else UserWarning("no")
+
+    samples = whole(reward_fn, max_new_tokens=2, prompts_per_step=1).rollout()
+    assert ["SystemExit: no judge" in sample.failure for sample in samples] == [False, True]
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), SystemExit("no answer"), asyncio.CancelledError()])
 def test_a_reward_that_exits_fails_its_sample(whole, error):
     def reward_fn(sample):

@@ -65,7 +65,8 @@ def test_unknown_flags_are_refused_in_one_line(arguments):
 @pytest.mark.parametrize(
     "arguments, file",
     [("--resume auto", "checkpoint"), ("--save_every=2", "checkpoint"), ("--offload", "offload")]
-    + [("--tis_cap 2", "variants"), ("--wandb=online", "wandb_log"), ("--no_dither", "dither")],
+    + [("--tis_cap 2", "variants"), ("--wandb=online", "wandb_log"), ("--no_dither", "dither")]
+    + [("--updates-per-step 2", "updates"), ("--max_turns=2", "turns"), ("--no-dither", "dither")],
 )
 def test_a_flag_of_a_missing_file_names_the_file(arguments, file):
     with pytest.raises(UserError, match=f"^{arguments} requires extras/{file}.py and __init__.py$"):

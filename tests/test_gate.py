@@ -1,8 +1,11 @@
 """Tests of extras/gate.py: causes by hand, and a trainer whose engine is broken in one way after another."""
 
+import asyncio
 import json
+import pickle
 import re
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,6 +138,21 @@ def test_probes_stay_below_their_share_of_the_steps(mesh, monkeypatch):
     assert budget.probes == 0.05 * budget.steps
 
 
+def test_probes_keep_nothing_that_other_ranks_could_not_have():
+    """With --tp_size 2 their samples are pickled: a row or state may hold what cannot be."""
+    answer = ([5], [-1.0], 1, False)
+
+    async def generate(*arguments):
+        return answer
+
+    engine = SimpleNamespace(generate=generate)
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: "")
+    trainer = SimpleNamespace(engine=engine, tokenizer=tokenizer, config=Config(), data=[0])
+    sample = train.Sample([], {"judge": lambda: 0}, state={"lock": threading.Lock()})
+    played = asyncio.run(gate_file.Probe(trainer).episode(sample, 3, 1.0, 4))
+    assert pickle.loads(pickle.dumps(played)).tokens["id"].tolist() == [5] and not played.failure
+
+
 # ---- Sabotage --------------------------------------------------------------------------------------------
 TENSOR = "model.layers.1.mlp.up_proj.weight"
 LR = 1e-4
@@ -154,7 +172,7 @@ class Saboteur:
         config = Config(**embedded | small | {"device": "cpu", "dtype": "float32"} | flags)
         trainer_class = extend(monitor.extend(train.Trainer))
         reward_fn = rewards_that_differ
-        self.trainer = trainer_class(config, train.RLDataset, reward_fn, train.env_step)
+        self.trainer = trainer_class(config, train.RLDataset, reward_fn, None)
         self.engine = self.trainer.engine
         self.push = self.engine.push
         self.generate = self.engine.generate

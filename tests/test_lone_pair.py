@@ -70,7 +70,7 @@ def lone(tmp_path_factory):
         ("unknown", "--lrr 1 is unknown; --help lists all flags"),
         ("bare", "no GPU, and no assets/embedded.json for CPUs: set --model and --data"),
         ("bare_data", "no GPU, and no assets/embedded.json for CPUs: set --model and --data"),
-        ("too_long", "all prompts are too long: lower --max_new_tokens"),
+        ("too_long", "all prompts are too long for the model's context: lower --max_new_tokens"),
         ("group_of_1", "--group_size must be 2 or more"),
         ("again", "--output_dir run already holds a run"),
     ],

@@ -41,7 +41,7 @@ def fit(*arguments):
         patch.setattr(checkpoint.Stop, "listen", lambda self: None)
         trainer_class = checkpoint.extend(monitor.extend(lora.LoRATrainer))
         config = parse_flags(lora.LoRAConfig, sys.argv[1:])
-        trainer = trainer_class(config, train.RLDataset, lambda sample: len(sample.text) % 7, train.env_step)
+        trainer = trainer_class(config, train.RLDataset, lambda sample: len(sample.text) % 7, None)
         trainer.fit()
         return trainer
 
@@ -112,7 +112,7 @@ def test_training_starts_from_the_model_itself_with_peft_s_distribution(mesh):
     trainer = small_trainer(mesh, lora_rank=8)
     model = AutoModelForCausalLM.from_pretrained(TINY)
     sample = some_samples()[0]
-    found, _ = trainer.actor.model.logprobs(train.make_batch([sample], "cpu"))
+    found, _ = trainer.actor.model.logprobs(train.Batch([sample], "cpu"))
     torch.testing.assert_close(found, plain_logprobs(model, sample), rtol=1e-5, atol=2e-5)
     for name, weight in trainer.actor.parameters.items():
         whole = weight.full_tensor()
@@ -141,7 +141,7 @@ def test_the_engine_has_the_merged_weights(trained):
     assert len(differences) == 4 and max(differences) < 1e-5
     merged = AutoModelForCausalLM.from_pretrained(trained.folder / "model")
     sample = some_samples()[0]
-    found, _ = trained.actor.model.logprobs(train.make_batch([sample], "cpu"), 1.0)
+    found, _ = trained.actor.model.logprobs(train.Batch([sample], "cpu"), temperature=1.0)
     torch.testing.assert_close(found, plain_logprobs(merged, sample), rtol=1e-4, atol=1e-4)
 
 
@@ -160,7 +160,7 @@ def test_the_reference_is_the_model_without_adapters(mesh):
     trainer = small_trainer(mesh, lora_rank=2, kl_coef=0.1)
     for weight in trainer.actor.parameters.values():
         lora.fill(weight, torch.randn(weight.shape))
-    batch = train.make_batch(some_samples(), "cpu")
+    batch = train.Batch(some_samples(), "cpu")
     reference = trainer.load_policy()
     with torch.no_grad():
         found = reference.logprobs(batch)[0]

@@ -20,7 +20,7 @@ from extras.monitor import (
     peak_flops,
     token_details,
 )
-from train import Sample, make_batch
+from train import Batch, Sample
 
 CONFIG = {"group_size": 2, "updates_per_step": 1, "kl_coef": 0.0}
 RECORD = {"loss": 0.5, "truncated": 0.0, "clip_fraction": 0.0, "entropy": 1.0}
@@ -65,7 +65,7 @@ def test_speed_by_hand(monkeypatch):
 
     class Packer:
         def micro_batches(self, samples):
-            return [make_batch([sample], "cpu"), make_batch([], "cpu")]  # the second one is a filler
+            return [Batch([sample], "cpu"), Batch([], "cpu")]  # the second one is a filler
 
     trainer = object.__new__(monitor.extend(Packer))
     trainer.tokens = 0

@@ -28,7 +28,7 @@ def test_a_moved_actor_goes_on_learning(mesh, tmp_path, monkeypatch):
             offload.move_optimizer(trainer.actor.optimizer, "cpu")
             batches = trainer.micro_batches(some_samples())
             trainer.actor.backward(batches, trainer.forward)
-            trainer.actor.step()
+            trainer.actor.optimizer_step()
     assert adam_devices(moved.actor) == {"cpu"}
     for name, value in still.actor.parameters.items():
         assert torch.equal(moved.actor.parameters[name].full_tensor(), value.full_tensor()), name
@@ -117,7 +117,7 @@ def test_compiled_layers_compute_the_same(mesh, tmp_path, monkeypatch, recompute
     compiled = make_trainer(config, mesh)
     compile_file.compile_layers(compiled.actor.model)
     for samples in (some_samples(), some_samples(3)):  # other lengths, the same code
-        batch = train.make_batch(samples, "cpu")
+        batch = train.Batch(samples, "cpu")
         expected, _ = plain.actor.model.logprobs(batch)
         found, _ = compiled.actor.model.logprobs(batch)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)

@@ -127,7 +127,7 @@ def test_value_loss_by_hand():
     values = torch.tensor([2.0, 1.0], requires_grad=True)
     critic.model = SimpleNamespace(values=lambda batch: values)
     sample = episode(2, [0.0], value=1.0, **{"return": [1.5, 3.0]})
-    batch = train.make_batch([sample], "cpu")
+    batch = train.Batch([sample], "cpu")
     batch.weights = torch.ones(2)
     loss, stats = critic.loss(batch)
     assert loss.item() == pytest.approx(0.125 + 2)

@@ -92,7 +92,7 @@ def test_sglang_gets_each_push_in_this_order(sglang_engine):
     assert (options["model_path"], options["dtype"], options["device"]) == (str(TINY), "float32", "cpu")
     assert options["tp_size"] == 2 and options["skip_tokenizer_init"] and options["log_level"] == "info"
     assert engine.loop is engine.engine.loop and engine.vocab_size == 512
-    assert list(range(6))[engine.share] == list(range(6))  # of the tensor-parallel group's prompts
+    assert engine.local_prompts([5, 6, 7]) == [5, 6, 7]  # of the tensor-parallel group's
     engine.sleep()
     engine.push(some_buckets())
     calls = engine.engine.calls
@@ -246,7 +246,7 @@ def test_other_ranks_wait_for_the_one_that_talks_to_sglang(sglang_engine):
         engine.close()
         waits.append(list(engine.waits))
     assert waits[0] == waits[1] and waits[0].count("gather") == 4
-    assert engine.engine is None and list(range(6))[engine.share] == [] and engine.version == 2
+    assert engine.engine is None and engine.local_prompts([5, 6, 7]) == [] and engine.version == 2
 
 
 @pytest.mark.parametrize(
@@ -273,11 +273,11 @@ ANSWER = {
 
 
 def test_a_completion_of_sglang(sglang_engine):
-    engine = sglang_engine(max_new_tokens=9)
+    engine = sglang_engine()
     engine.version = 3
     answer = dict(ANSWER)
     engine.engine.answers["async_generate"] = answer
-    ids, logprobs, version, truncated = asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
+    ids, logprobs, version, truncated = asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 9))
     assert list(ids) == [7, 8] and (version, truncated) == (3, True)
     assert logprobs[0] == -0.5 and math.isnan(logprobs[1])
     name, input_ids, sampling, return_logprob = engine.engine.calls[-1]
@@ -289,18 +289,18 @@ def test_a_completion_of_sglang(sglang_engine):
     assert engine.engine.calls[-1][2]["max_new_tokens"] == 4
     with pytest.raises(ValueError, match="2 of 3 log-probs"):
         engine.engine.answers["async_generate"] = answer | {"completion_tokens": 3}
-        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
+        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 16))
     engine.engine.answers["async_generate"] = answer
     answer["finish_reason"] = {"type": "abort", "message": "full"}
     with pytest.raises(RuntimeError, match="SGLang aborted a request: .*full"):
-        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11))
+        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 16))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])  # 0 is greedy, not a temperature left out
 def test_sglang_samples_at_the_temperature_of_the_call(sglang_engine, temperature):
     engine = sglang_engine(temperature=0.6)
     engine.engine.answers["async_generate"] = ANSWER
-    asyncio.run(engine.generate(np.array([1, 2]), temperature, 0))
+    asyncio.run(engine.generate(np.array([1, 2]), temperature, 0, 16))
     assert engine.engine.calls[-1][2]["temperature"] == temperature
 
 

@@ -354,7 +354,7 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
                             trainer.reference.reshard()
                 trainer.actor.backward(batches, trainer.forward)
                 found[name] = recorder.phase()
-                trainer.actor.step()
+                trainer.actor.optimizer_step()
                 found[f"{name}: step"] = recorder.phase()
                 del batches
             trainer.move_others(offload.AWAY)
@@ -386,7 +386,7 @@ def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> flo
             torch.nn.init.normal_(parameter.to_local(), std=0.02)
         if config.compile:
             compile_layers(trainer.actor.model)
-        batch = train.make_batch([sample], "cpu")
+        batch = train.Batch([sample], "cpu")
         for _ in range(WARM_UP + repeats):
             start = time.perf_counter()
             loss, _ = trainer.forward(batch)

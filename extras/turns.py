@@ -1,0 +1,49 @@
+"""--max_turns: episodes of several turns, in which an env_step answers the policy.
+
+    async def env_step(sample: Sample) -> str | None:
+        return user_turn("higher")    # of recipes/turns.py; None ends the episode
+
+    main(reward_fn=reward_fn, env_step=env_step)
+
+The reply is in chat markup. env_step may be a plain function, too, and keep what it needs in sample.state.
+Replies are not trained: their mask is 0. recipes/guess_number.py is a complete example.
+"""
+
+from dataclasses import dataclass
+
+from train import Sample, UserError, call, flag, rollout
+
+
+@dataclass
+class Flags:
+    max_turns: int = flag(1, "policy turns per episode; above 1, env_step answers each of them")
+
+
+def extend(trainer_class: type) -> type:
+    """A trainer with these episodes."""
+
+    class TurnsTrainer(trainer_class):
+        multi_turn = True
+
+        def __init__(self, config, *arguments):
+            super().__init__(config, *arguments)
+            if config.max_turns > 1 and not self.env_step:
+                raise UserError(f"--max_turns {config.max_turns} requires an env_step, an argument of main")
+
+        async def play(self, sample: Sample, temperature: float):
+            """Plays an episode in place. No turn begins after more than prompt_limit tokens."""
+            config = self.config
+            for turn in range(config.max_turns):
+                await rollout(sample, self.engine, self.tokenizer, config, temperature, turn)
+                if sample.truncated or self.env_step is None:
+                    break
+                reply = await call(self.env_step, sample, config.reward_timeout)
+                if reply is None or turn == config.max_turns - 1:
+                    break
+                reply_ids = self.tokenizer.encode(reply, add_special_tokens=False)
+                sample.truncated = len(sample.tokens) + len(reply_ids) > self.prompt_limit
+                if sample.truncated:
+                    break
+                sample.append(reply_ids, turn=turn)
+
+    return TurnsTrainer

@@ -1,0 +1,89 @@
+"""Tests of episodes with several turns (extras/turns.py)."""
+
+import asyncio
+
+import pytest
+
+import train
+from tests.conftest import GREETING, Config, play
+from train import Trainer, UserError
+
+
+async def again(sample):
+    return "again"
+
+
+def test_replies_are_masked_and_the_sampled_ids_are_kept(tokenizer):
+    letters = tokenizer.encode("no")[:1] + [tokenizer.convert_tokens_to_ids(c) for c in "yes"]
+    answers = [(letters, [-0.1] * len(letters), 7, False), ([2], [-0.5], [8], False)]
+
+    async def env_step(sample):
+        return "again" if len(sample.turns) == 1 else None
+
+    sample = play(tokenizer, answers, env_step, max_turns=3)
+    reply = tokenizer.encode("again")
+    prompt = len(train.encode_prompt(tokenizer, GREETING))
+    tokens, n, k = sample.tokens[prompt:], len(letters), len(reply)
+    assert tokens["id"].tolist() == [*letters, *reply, 2]
+    assert tokens["mask"].tolist() == [1] * n + [0] * k + [1] and not sample.tokens["mask"][:prompt].any()
+    assert tokens["turn"].tolist() == [0] * (n + k) + [1]
+    assert tokens["version"].tolist() == [7] * n + [0] * k + [8]
+    assert tokens["logprob"].tolist() == pytest.approx([-0.1] * n + [0] * k + [-0.5])
+    assert sample.state["seen"][1] == sample.tokens["id"][:-1].tolist()
+    assert sample.turns == [tokenizer.decode(letters), ""] and not sample.truncated
+
+
+def test_an_episode_ends_when_a_turn_is_cut_off(tokenizer):
+    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, True)], again, max_turns=3)
+    assert sample.truncated and sample.tokens["mask"].sum() == 2 and sample.tokens["mask"][-1] == 1
+
+
+def test_an_episode_ends_after_max_turns_without_a_reply(tokenizer):
+    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, again, max_turns=2)
+    assert not sample.truncated and len(sample.turns) == 2 and sample.tokens["mask"][-1] == 1
+
+
+def test_without_env_step_an_episode_has_one_turn(tokenizer):
+    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, max_turns=3)
+    assert not sample.truncated and len(sample.turns) == 1
+
+
+def test_the_last_turn_reaches_env_step_too(tokenizer):
+    called = []
+    play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)], lambda sample: called.append(len(sample.turns)))
+    assert called == [1]  # for example to see whether a last guess was right
+
+
+@pytest.mark.parametrize("missing, count", [(0, 2), (1, 1)])
+def test_an_episode_ends_where_a_reply_does_not_fit(tokenizer, missing, count):
+    limit = len(train.encode_prompt(tokenizer, GREETING)) + 2 + len(tokenizer.encode("again")) - missing
+    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, again, limit, max_turns=9)
+    assert sample.truncated and sample.tokens["mask"].sum() == 2 * count
+    assert sample.tokens["mask"][-1] == 1  # what does not fit is not run through the update
+
+
+def test_env_step_may_be_plain(tokenizer):
+    answers = [([5, 6], [-1.0, -1.0], 1, False)] * 2
+    replies = iter(["again", None])
+    sample = play(tokenizer, answers, lambda sample: next(replies), max_turns=9)
+    expected = play(tokenizer, answers, again, max_turns=2)
+    assert sample.tokens.tolist() == expected.tokens.tolist()
+
+
+def test_env_step_has_a_deadline(tokenizer):
+    async def hang(sample):
+        await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        play(tokenizer, [([5], [-1.0], 1, False)], hang, max_turns=2, reward_timeout=0.01)
+
+
+def test_env_step_is_refused_where_nothing_would_call_it():
+    with pytest.raises(UserError, match="env_step requires extras/turns.py"):
+        Trainer(Config(), None, None, again)
+
+
+def test_several_turns_require_an_env_step(whole):
+    with pytest.raises(UserError, match="--max_turns 2 requires an env_step"):
+        whole(max_turns=2)
+    assert whole(max_turns=2, env_step=again).env_step is again
