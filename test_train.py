@@ -904,7 +904,7 @@ SGLANG_ARGS = {
 def test_the_lone_pair_trains_with_sglang(lone, tp_size):
     flags = ["--model", TINY, "--data", COUNTDOWN / "train.jsonl", "--device", "cpu", "--dtype", "float32"]
     flags += ["--eval_data", f"{COUNTDOWN}/test.jsonl:train[:32]", "--eval_every", 3, "--engine", "sglang"]
-    flags += ["--steps", 3, "--prompts_per_step", 8, "--group_size", 4, "--max_new_tokens", 64, "--lr", 1e-4]
+    flags += ["--steps", 3, "--prompts_per_step", 8, "--group_size", 8, "--max_new_tokens", 64, "--lr", 1e-4]
     flags += ["--warmup_steps", 0, "--tp_size", tp_size, "--output_dir", "run"]
     flags += ["--sglang_args", json.dumps(SGLANG_ARGS)]
     stubs = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / ".ci/sglang_cpu")}

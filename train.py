@@ -575,10 +575,10 @@ class SGLangEngine:
         """The prompts that this rank of the tensor-parallel group plays: its first rank plays all."""
         return prompts if self.group.rank() == 0 else []
 
-    async def generate(self, ids: np.ndarray, temperature: float, seed: int, max_new_tokens: int):
+    async def generate(self, ids: np.ndarray, temperature: float, seed: int, max_new_tokens: int = 0):
         """Samples a completion of ids [T]. Returns ids [t], log-probs [t], version, if truncated."""
-        sampling = {"temperature": temperature, "sampling_seed": seed}
-        sampling |= {"max_new_tokens": max_new_tokens, "stop_token_ids": [self.eos_token_id]}
+        sampling = {"temperature": temperature, "sampling_seed": seed, "stop_token_ids": [self.eos_token_id]}
+        sampling["max_new_tokens"] = max_new_tokens or self.config.max_new_tokens
         request = {"input_ids": ids.tolist(), "sampling_params": sampling, "return_logprob": True}
         info = (await self.engine.async_generate(**request))["meta_info"]
         if info["finish_reason"]["type"] == "abort":
