@@ -257,7 +257,7 @@ def test_pack_loses_nothing_and_keeps_the_budget(count):
 
 # --------------------------------------- 6. Processes and inputs ------------------------------------------
 def test_meshes_of_one_process(mesh):
-    assert [mesh[name].size() for name in ("dp", "tp")] == [1, 1]
+    assert {name: part.size() for name, part in mesh.items()} == {"dp": 1, "tp": 1, "fsdp": 1}
     assert train.reduce_over(mesh["dp"], [1, 2.5]) == [1.0, 2.5]
 
 
@@ -826,7 +826,7 @@ def test_the_embedded_job_learns(mesh, tmp_path, monkeypatch):
     flags = ["--steps", "12", "--eval_every", "12", "--lr", "2e-4", "--output_dir", str(tmp_path / "run")]
     config = parse_flags(Config, flags)
     config.eval_data += ":train[:64]"
-    Trainer(config, RLDataset, train.reward_fn, None).fit()
+    VariantTrainer(config, RLDataset, train.reward_fn, None).fit()
     history = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
     assert history[12]["eval_score"] > history[0]["eval_score"] + 0.15
     assert np.mean([record["reward"] for record in history[10:]]) > history[1]["reward"] + 0.1

@@ -316,8 +316,8 @@ def load_extra(name: str, flag: str):
     return importlib.import_module(f"extras.{name}")
 
 
-def init_distributed(config: Config) -> DeviceMesh:
-    """Starts torch.distributed. Returns the mesh: "dp" splits prompts and parameters, "tp" each layer."""
+def init_distributed(config: Config) -> dict[str, DeviceMesh]:
+    """Starts torch.distributed. Returns meshes: "dp" splits prompts, "fsdp" shards, "tp" splits layers."""
     if config.engine == "sglang":  # its memory saver cannot work with expandable segments
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
         os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
@@ -330,8 +330,11 @@ def init_distributed(config: Config) -> DeviceMesh:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    shape = (dist.get_world_size() // config.tp_size, config.tp_size)
-    return init_device_mesh(config.device, shape, mesh_dim_names=("dp", "tp"))
+    copies = config.dp_replicate
+    shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
+    mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
+    both = mesh["replicate", "shard"]
+    return {"dp": both._flatten("dp"), "tp": mesh["tp"], "fsdp": both if copies > 1 else mesh["shard"]}
 
 
 def reduce_over(mesh: DeviceMesh, values: list[float], op=dist.ReduceOp.SUM) -> list[float]:
@@ -390,7 +393,7 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
             distribute_module(module, mesh, None, to_dtensor, lambda _, output, mesh: output.to_local())
 
 
-def shard(model, mesh: DeviceMesh, config: Config):
+def shard(model, mesh: dict[str, DeviceMesh], config: Config):
     """Splits an empty model over the mesh; each rank has memory for its shards, not yet filled."""
     if config.tp_size > 1:
         apply_tensor_parallel(model, mesh["tp"])
@@ -398,13 +401,9 @@ def shard(model, mesh: DeviceMesh, config: Config):
         model.lm_head.weight = model.model.embed_tokens.weight
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    data_mesh = mesh["dp"]
-    if config.dp_replicate > 1:
-        shape = (config.dp_replicate, data_mesh.size() // config.dp_replicate)
-        data_mesh = mesh._unflatten("dp", shape, ("replicate", "shard"))["replicate", "shard"]
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
     for unit in [*model.model.layers, model]:
-        fully_shard(unit, mesh=data_mesh, mp_policy=precision)
+        fully_shard(unit, mesh=mesh["fsdp"], mp_policy=precision)
         unit.set_gradient_divide_factor(1.0)  # a sum: the loss divides by global counts
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
     buffers = dict(model.named_buffers())
@@ -455,7 +454,7 @@ def policy_logprobs(model, batch: Batch, temperature: float, vocab_size: int, tp
 
 
 # ----------------------------------- 9. Actor ----------------------------------------
-def load_policy(path: str, mesh: DeviceMesh, config: Config, vocab_size: int):
+def load_policy(path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
     """A sharded model with the weights of a folder, and with a method `logprobs`."""
     model = shard(empty_model(path), mesh, config)
     dcp.load(dict(model.named_parameters()), storage_reader=dcp.HuggingFaceStorageReader(path))
@@ -468,7 +467,7 @@ def load_policy(path: str, mesh: DeviceMesh, config: Config, vocab_size: int):
 class Actor:
     """The policy that learns: a sharded model and its optimizer."""
 
-    def __init__(self, model, mesh: DeviceMesh, config: Config):
+    def __init__(self, model, mesh: dict[str, DeviceMesh], config: Config):
         self.model = model
         self.mesh = mesh
         self.config = config
@@ -516,6 +515,7 @@ class Actor:
                     continue  # it was in an earlier bucket
                 whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
                 bucket.append((name, whole.clone()))
+            del whole  # else it would stay in memory while the bucket is sent
             unit.reshard()  # frees what was gathered, not these clones
             yield bucket
 
@@ -543,7 +543,7 @@ class Actor:
 class SGLangEngine:
     """SGLang in processes on the GPUs of a tensor-parallel group, whose first rank talks to it."""
 
-    def __init__(self, path: str, tokenizer, mesh: DeviceMesh, config: Config):
+    def __init__(self, path: str, tokenizer, mesh: dict[str, DeviceMesh], config: Config):
         self.config = config
         self.group = mesh["tp"].get_group()
         self.vocab_size = AutoConfig.from_pretrained(path).vocab_size

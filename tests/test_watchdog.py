@@ -174,8 +174,8 @@ def test_extend_makes_train_start_the_watched_engine(monkeypatch):
 
 def test_all_groups_get_the_timeout(mesh):
     set_timeouts(4321)
-    for name in mesh.mesh_dim_names:
-        backend = mesh[name].get_group()._get_backend(torch.device("cpu"))
+    for one in mesh.values():
+        backend = one.get_group()._get_backend(torch.device("cpu"))
         assert backend.options._timeout.total_seconds() == 4321
     set_timeouts(1800)
 
