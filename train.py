@@ -317,7 +317,7 @@ def load_extra(name: str, flag: str):
 
 
 def init_distributed(config: Config) -> dict[str, DeviceMesh]:
-    """Starts torch.distributed. Returns meshes: "dp" splits prompts, "fsdp" shards, "tp" splits layers."""
+    """Starts torch.distributed. Meshes: "dp" splits prompts, "fsdp" shards, "tp" splits layers."""
     if config.engine == "sglang":  # its memory saver cannot work with expandable segments
         os.environ.pop("PYTORCH_ALLOC_CONF", None)
         os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
@@ -840,7 +840,7 @@ class Trainer:
         self.engine.push(self.actor.whole_weights())
 
     def evaluate(self) -> dict[str, float]:
-        """The mean reward on evaluation prompts that fit the context; a failed sample counts as 0."""
+        """The mean reward on evaluation prompts that fit; a failed sample counts as 0."""
         prompts = self.own_prompts([(row, row) for row in range(len(self.eval_data))])
         samples = self.sample(self.eval_data, prompts, 1, self.config.eval_temperature)
         total, n = reduce_over(self.mesh["dp"], [sum(sample.reward for sample in samples), len(samples)])
