@@ -370,14 +370,14 @@ def empty_model(path: str):
 
 def apply_tensor_parallel(model, mesh: DeviceMesh):
     """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors."""
-    column, row = parallel.ColwiseParallel(), parallel.RowwiseParallel()
+    column = parallel.ColwiseParallel()
     plan = {
         "model.embed_tokens": parallel.RowwiseParallel(input_layouts=Replicate()),  # by vocabulary
         "model.layers.*.self_attn.[qkv]_proj": column,  # whole heads
-        "model.layers.*.self_attn.o_proj": row,
+        "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(),
         "model.layers.*.mlp.gate_proj": column,
         "model.layers.*.mlp.up_proj": column,
-        "model.layers.*.mlp.down_proj": row,
+        "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
         "lm_head": column,
     }
     if model.config.model_type == "qwen3":  # these norms see only this rank's heads, dimension 2
