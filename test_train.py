@@ -38,7 +38,6 @@ from tests.conftest import (
     VariantTrainer,
     compared,
     inputs,
-    make_trainer,
     mesh,
     mesh_of,
     parse_flags,
@@ -46,13 +45,14 @@ from tests.conftest import (
     plain_update,
     random_model,
     run,
+    small,
     some_samples,
     tokenizer,
     whole,
 )
 from train import RLDataset, Sample, Trainer, UserError
 
-__all__ = ["compared", "inputs", "mesh", "tokenizer", "whole"]  # fixtures
+__all__ = ["compared", "inputs", "mesh", "small", "tokenizer", "whole"]  # fixtures
 
 
 # -------------------------------------------- 2. The task -------------------------------------------------
@@ -375,20 +375,6 @@ def test_whole_weights_are_those_of_the_folder_and_the_export_loads(inputs, comp
         assert ("lm_head.weight" in keys) != tied and (compared / f"{name}-export/tokenizer.json").exists()
 
 
-@pytest.fixture
-def small(mesh, tmp_path):
-    """A function that makes a Trainer with a random model, but without data, engine and log."""
-
-    def make(**flags):
-        folder = tmp_path / "small"
-        if not folder.exists():
-            random_model(folder)
-        options = {"group_size": 2, "lr": 0.02, "warmup_steps": 0, "device": "cpu", "steps": 9}
-        return make_trainer(Config(**options | {"model": str(folder)} | flags), mesh)
-
-    return make
-
-
 def weights_of(actor) -> dict:
     return {name: value.full_tensor().detach().clone() for name, value in actor.parameters.items()}
 
@@ -598,32 +584,6 @@ def test_advantages_are_those_of_the_own_group(small):
         sample.reward = reward
     trainer.compare(samples)
     assert [set(sample.tokens["advantage"]) for sample in samples] == [{0.5}, {-0.5}, {1.5}, {-1.5}]
-
-
-def test_later_updates_start_from_the_old_policy(small):
-    trainer, samples, seen = small(updates_per_step=2), some_samples(), []
-    trainer.check_engine = lambda gap: None
-    for i, sample in enumerate(samples):
-        sample.reward = float(i % 2 + i)
-    model = AutoModelForCausalLM.from_pretrained(trainer.config.model)
-
-    def forward(batch):
-        seen.append((batch, batch.old_logprobs))
-        return VariantTrainer.forward(trainer, batch)
-
-    trainer.forward = forward
-    metrics = trainer.learn(samples)
-    (first, first_old), (second, second_old) = seen
-    assert {sample.key[0] for sample in first.samples} == {0, 2, 4}
-    assert {sample.key[0] for sample in second.samples} == {1, 3, 5}
-    for batch in (first, second):  # each update has averages of its own
-        assert [one.tokens["weight"].sum() for one in batch.samples] == pytest.approx([1 / 6] * 6)
-    assert first_old is None  # on-policy: its own pass is the old one
-    plain = torch.cat([plain_logprobs(model, sample) for sample in second.samples])
-    torch.testing.assert_close(second_old, plain, rtol=1e-5, atol=2e-5)
-    assert metrics["clip_fraction"] > 0 and trainer.actor.scheduler.last_epoch == 2
-    first_gap = torch.cat([plain_logprobs(model, sample) for sample in first.samples]) - first.engine_logprobs
-    assert metrics["logprob_diff"] == pytest.approx(first_gap.abs().mean().item(), rel=1e-4)  # of the first
 
 
 def test_a_rank_has_as_many_micro_batches_as_the_fullest(small, monkeypatch):

@@ -271,3 +271,17 @@ def whole(mesh, tmp_path, monkeypatch):
         return trainer_class(Config(**options | flags), RLDataset, reward_fn, env_step)
 
     return make
+
+
+@pytest.fixture
+def small(mesh, tmp_path):
+    """A function that makes a Trainer with a random model, but without data, engine and log."""
+
+    def make(**flags):
+        folder = tmp_path / "small"
+        if not folder.exists():
+            random_model(folder)
+        options = {"group_size": 2, "lr": 0.02, "warmup_steps": 0, "device": "cpu", "steps": 9}
+        return make_trainer(Config(**options | {"model": str(folder)} | flags), mesh)
+
+    return make
