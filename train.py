@@ -292,9 +292,9 @@ class UserError(Exception):
     """A mistake that the user can fix; main prints it as one line, without a traceback."""
 
 
-def parse_flags(config_class, arguments: list[str]):
+def parse_flags(config_class, arguments: list[str], parser_class=HfArgumentParser):
     """Command line -> config_class. Raises UserError for flags that it does not know."""
-    parser = HfArgumentParser(config_class, allow_abbrev=False, usage="train.py [--FLAG VALUE ...]")
+    parser = parser_class(config_class, allow_abbrev=False, usage="train.py [--FLAG VALUE ...]")
     given = {argument.split("=")[0] for argument in arguments}
     if "--data" in given:
         parser.set_defaults(eval_data="")  # the default belongs to the default data
@@ -648,6 +648,7 @@ class SGLangEngine:
 # ============================== Part III: the loop ===================================
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # largest mean |log-prob of actor - of engine|
 FOLDER = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two runs may start in the same second
+FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt"]  # of a model on the Hub
 SHOWN = ["reward", "eval_score", "entropy", "grad_norm", "logprob_diff", "time_step"]
 PROGRESS = {"leave": False, "disable": True if RANK else None}  # bars on rank 0, in a terminal
 
@@ -662,7 +663,9 @@ def shuffled(rows: int, seed: int):
 class Trainer:
     """Sample, compare, learn, publish. A recipe may subclass it."""
 
-    max_failures = 0.1  # share of failed samples above which a run ends; a flag in extras/checks.py
+    parser_class, sglang_class = HfArgumentParser, SGLangEngine  # extras/help.py, extras/watchdog.py
+    max_failures = 0.1  # share of failed samples above which a run ends; extras/checks.py
+    has_failed = False  # whether a sample of this rank has
     is_resumed = multi_turn = False  # extras/checkpoint.py, extras/turns.py
     trains_all = False  # whether samples without an advantage have a gradient, too
 
@@ -676,19 +679,17 @@ class Trainer:
         self.data = dataset_class(config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         self.mesh = init_distributed(config)
-        files = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
         is_local = Path(config.model).is_dir()
-        self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=files)
+        self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=FILES)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         context = AutoConfig.from_pretrained(self.path).max_position_embeddings
         self.prompt_limit = context - config.max_new_tokens
         extra = "local_engine" if config.engine == "local" else "servers"
-        engine_class = SGLangEngine if config.engine == "sglang" else load_extra(extra, "--engine").Engine
-        self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
+        Engine = self.sglang_class if config.engine == "sglang" else load_extra(extra, "--engine").Engine
+        self.engine = Engine(self.path, self.tokenizer, self.mesh, config)
         self.actor = Actor(self.load_policy(), self.mesh, config)
         self.first_step = self.prompts_drawn = 0  # step 0 only evaluates
         self.prompts = shuffled(len(self.data), config.seed)
-        self.has_failed = False  # whether a sample of this rank has
         self.folder = Path(config.output_dir or time.strftime(FOLDER))
         if RANK == 0:
             self.open_log()
@@ -721,8 +722,9 @@ class Trainer:
         """Samples a group for each prompt of this rank, which also trains on them."""
         prompts = list(islice(self.prompts, self.config.prompts_per_step))
         self.prompts_drawn += len(prompts)
-        own = self.own_prompts(prompts)
-        return self.sample(self.data, own, self.config.group_size, self.config.temperature)
+        return self.sample(
+            self.data, self.own_prompts(prompts), self.config.group_size, self.config.temperature
+        )
 
     def own_prompts(self, prompts: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """This rank's part of prompts (number, row)."""
@@ -887,7 +889,7 @@ def main(config=Config, dataset=RLDataset, reward_fn=reward_fn, env_step=None, t
     try:
         if (Path(__file__).parent / "extras/__init__.py").exists():
             config, trainer = importlib.import_module("extras").extend(config, trainer)
-        trainer(parse_flags(config, sys.argv[1:]), dataset, reward_fn, env_step).fit()
+        trainer(parse_flags(config, sys.argv[1:], trainer.parser_class), dataset, reward_fn, env_step).fit()
     except (UserError, KeyboardInterrupt, ModuleNotFoundError) as error:
         time.sleep(2 if LOCAL_RANK else 0)  # rank 0 speaks, and then torchrun ends the others
         print(f"train.py: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr, flush=True)

@@ -31,9 +31,8 @@ from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
-from transformers.hf_argparser import HfArgumentParser
 
-from train import RANK, RLDataset, Sample, UserError, empty_model, encode_prompt, flag, reduce_over
+from train import FILES, RANK, RLDataset, Sample, UserError, empty_model, encode_prompt, flag, reduce_over
 
 POSITIVE = (
     "prompts_per_step group_size max_new_tokens max_turns temperature updates_per_step lr max_grad_norm "
@@ -198,9 +197,8 @@ def check_output(config):
 def check_model(config) -> tuple[str, int]:
     """The folder of --model, downloaded if necessary, and the longest prompt that fits, in tokens."""
     name = config.model
-    files = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
     try:
-        path = name if Path(name).is_dir() else snapshot_download(name, allow_patterns=files)
+        path = name if Path(name).is_dir() else snapshot_download(name, allow_patterns=FILES)
         found = AutoConfig.from_pretrained(path)
     except Exception as error:
         raise UserError(f"--model {name} is neither a model folder nor on the Hub: {brief(error)}") from error
@@ -484,13 +482,17 @@ def with_reminders(reward_fn):
 
 def extend(trainer_class: type) -> type:
     """A trainer that reports mistakes in one line; also changes how argparse, stdout and torch report."""
-    HfArgumentParser.error = raise_parser_error
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # an unprintable character must not end a run
     for name in ("torch.distributed.tensor._redistribute", "transformers.tokenization_utils_base"):
         logging.getLogger(name).setLevel(logging.ERROR)  # hints that do not help the user
 
+    class Parser(trainer_class.parser_class):
+        error = raise_parser_error
+
     class CheckedTrainer(trainer_class):
+        parser_class = Parser
+
         def __init__(self, config, dataset_class, reward_fn, env_step):
             with one_line_errors():
                 check_gpu(config, sys.argv[1:])

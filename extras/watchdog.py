@@ -1,7 +1,6 @@
 """--engine_timeout: a colocated SGLang that dies, freezes or does not start ends the run with one line.
 
-`extend` gives train.py an SGLangEngine in which every wait for SGLang has a limit; ranks wait for each other
-three times as long. Without this file the trainer works the same, but a frozen SGLang blocks it forever, a
+Every wait for SGLang has a limit; ranks wait for each other three times as long. Without this file the trainer works the same, but a frozen SGLang blocks it forever, a
 dead one kills it without a message, and a SIGTERM to the run also reaches SGLang's processes, so that the run
 cannot finish its step.
 """
@@ -25,7 +24,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import train
 from train import flag
 
 START_SECONDS = 900.0  # least time for SGLang to load a model and compile its kernels
@@ -229,9 +227,10 @@ def set_timeouts(seconds: float):
 
 def extend(trainer_class: type) -> type:
     """A trainer in which a colocated SGLang is watched."""
-    train.SGLangEngine = watch(train.SGLangEngine)
 
     class WatchedTrainer(trainer_class):
+        sglang_class = watch(trainer_class.sglang_class)
+
         def __init__(self, config, *arguments):
             super().__init__(config, *arguments)
             set_timeouts(3 * config.engine_timeout)

@@ -2,11 +2,9 @@
 
 import re
 import sys
-from argparse import ArgumentParser
 from dataclasses import dataclass, fields
 
 import pytest
-from transformers.hf_argparser import HfArgumentParser
 
 import train
 from extras import embedded, help
@@ -75,7 +73,6 @@ def test_a_flag_of_a_missing_file_names_the_file(arguments, file):
 
 @pytest.mark.parametrize("arguments", [["--lr", "a"], ["--device", "no"], ["--steps", "1.5"]])
 def test_wrong_values_end_with_code_2(arguments, capsys, monkeypatch):
-    monkeypatch.setattr(HfArgumentParser, "error", ArgumentParser.error)  # without extras/checks.py
     with pytest.raises(SystemExit, match="2"):
         parse_flags(Config, arguments)
     said = capsys.readouterr().err
@@ -93,16 +90,15 @@ def test_every_flag_has_a_noun_phrase_as_help(field):
 
 
 def help_of(config_class, monkeypatch, capsys) -> str:
-    help.extend(Trainer)
+    parser_class = help.extend(Trainer).parser_class
     monkeypatch.setattr(train, "GPU", False)
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit, match="0"):
-        parse_flags(config_class, ["--help"])
+        train.parse_flags(config_class, ["--help"], parser_class)
     return capsys.readouterr().out
 
 
 def test_help_shows_every_flag_once_in_groups(monkeypatch, capsys):
-    monkeypatch.setattr(HfArgumentParser, "format_help", HfArgumentParser.format_help)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # as without python -m
     text = help_of(Config, monkeypatch, capsys)
     shown = re.findall(r"^  --(\w+) ", text, re.MULTILINE)
@@ -118,7 +114,6 @@ def test_help_shows_every_flag_once_in_groups(monkeypatch, capsys):
 
 
 def test_help_of_a_recipe_names_its_own_flags_apart(monkeypatch, capsys):
-    monkeypatch.setattr(HfArgumentParser, "format_help", HfArgumentParser.format_help)
     text = help_of(OneStepOffConfig, monkeypatch, capsys)
     _, _, own = text.partition("flags of this recipe:\n")
     assert re.findall(r"--(\w+) ", own.partition("\n\n")[0]) == ["max_staleness"]

@@ -166,10 +166,10 @@ def test_only_the_first_rank_of_a_group_watches(monkeypatch):
     assert isinstance(follower.engine, PretendedSGLang)
 
 
-def test_extend_makes_train_start_the_watched_engine(monkeypatch):
-    monkeypatch.setattr(train, "SGLangEngine", PretendedEngine)
-    assert issubclass(extend(train.Trainer), train.Trainer)
-    assert issubclass(train.SGLangEngine, PretendedEngine) and train.SGLangEngine is not PretendedEngine
+def test_extend_makes_the_trainer_start_the_watched_engine(monkeypatch):
+    monkeypatch.setattr(train.Trainer, "sglang_class", PretendedEngine)
+    found = extend(train.Trainer).sglang_class
+    assert issubclass(found, PretendedEngine) and found is not PretendedEngine
 
 
 def test_all_groups_get_the_timeout(mesh):
