@@ -11,8 +11,12 @@ import gc
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 import time
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -105,6 +109,27 @@ def show(rows: list[dict]):
 def write(output: Path, **numbers):
     """Writes the numbers, and the machine that they are from."""
     output.write_text(json.dumps({"machine": machine()} | numbers) + "\n")
+    print(f"{machine()}; the numbers are in {output}")
+
+
+def commit() -> str:
+    """The commit of this checkout, marked if a source file differs from it."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "*.py"], cwd=ROOT)
+    return found.stdout.strip() + (" with changes" if changed.returncode else "")
+
+
+def record(output: Path, tables: dict[str, list[dict]], **more):
+    """Writes what a published table needs: the tables by title, each a list of rows whose keys are its columns,
+    and the command, commit, date and machine of the measurement. `more` is kept, but not published."""
+    facts = {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "commit": commit(),
+        "date": f"{date.today()}",
+        "machine": machine(),
+        "tables": tables,
+    }
+    output.write_text(json.dumps(facts | more, indent=1) + "\n")
     print(f"{machine()}; the numbers are in {output}")
 
 
