@@ -326,10 +326,8 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         torch.cuda.set_device(LOCAL_RANK)
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # both as SGLang sets them
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    options = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **options)
     copies = config.dp_replicate
     shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
     mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
@@ -663,7 +661,8 @@ def shuffled(rows: int, seed: int):
 class Trainer:
     """Sample, compare, learn, publish. A recipe may subclass it."""
 
-    parser_class, sglang_class = HfArgumentParser, SGLangEngine  # extras/help.py, extras/watchdog.py
+    parser_class = HfArgumentParser  # extras/help.py, extras/checks.py
+    sglang_class = SGLangEngine  # extras/watchdog.py
     max_failures = 0.1  # share of failed samples above which a run ends; extras/checks.py
     has_failed = False  # whether a sample of this rank has
     is_resumed = multi_turn = False  # extras/checkpoint.py, extras/turns.py
@@ -675,7 +674,6 @@ class Trainer:
         self.config = config
         self.reward_fn = reward_fn
         self.env_step = env_step
-        self.reward_timeout = config.reward_timeout
         self.data = dataset_class(config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         self.mesh = init_distributed(config)
@@ -684,9 +682,9 @@ class Trainer:
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         context = AutoConfig.from_pretrained(self.path).max_position_embeddings
         self.prompt_limit = context - config.max_new_tokens
-        extra = "local_engine" if config.engine == "local" else "servers"
-        Engine = self.sglang_class if config.engine == "sglang" else load_extra(extra, "--engine").Engine
-        self.engine = Engine(self.path, self.tokenizer, self.mesh, config)
+        name = "local_engine" if config.engine == "local" else "servers"
+        engine_class = self.sglang_class if config.engine == "sglang" else load_extra(name, "--engine").Engine
+        self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
         self.actor = Actor(self.load_policy(), self.mesh, config)
         self.first_step = self.prompts_drawn = 0  # step 0 only evaluates
         self.prompts = shuffled(len(self.data), config.seed)
@@ -722,9 +720,8 @@ class Trainer:
         """Samples a group for each prompt of this rank, which also trains on them."""
         prompts = list(islice(self.prompts, self.config.prompts_per_step))
         self.prompts_drawn += len(prompts)
-        return self.sample(
-            self.data, self.own_prompts(prompts), self.config.group_size, self.config.temperature
-        )
+        own = self.own_prompts(prompts)
+        return self.sample(self.data, own, self.config.group_size, self.config.temperature)
 
     def own_prompts(self, prompts: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """This rank's part of prompts (number, row)."""
@@ -772,7 +769,7 @@ class Trainer:
 
     async def score(self, sample: Sample):
         """Sets the reward. Raises ValueError unless it and the sample's metrics are finite."""
-        reward = await call(self.reward_fn, sample, self.reward_timeout)
+        reward = await call(self.reward_fn, sample, self.config.reward_timeout)
         if reward is None or not all(map(math.isfinite, [reward, *sample.metrics.values()])):
             raise ValueError(f"reward_fn returned no finite numbers: {reward}, metrics {sample.metrics}")
         sample.reward = float(reward)

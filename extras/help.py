@@ -72,6 +72,10 @@ def extend(trainer_class: type) -> type:
     """A trainer whose parser formats its help as above."""
 
     class Parser(trainer_class.parser_class):
-        format_help = format_help
+        def format_help(self) -> str:
+            return format_help(self)
 
-    return type("HelpfulTrainer", (trainer_class,), {"parser_class": Parser})
+    class HelpfulTrainer(trainer_class):
+        parser_class = Parser
+
+    return HelpfulTrainer

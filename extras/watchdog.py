@@ -1,8 +1,8 @@
 """--engine_timeout: a colocated SGLang that dies, freezes or does not start ends the run with one line.
 
-Every wait for SGLang has a limit; ranks wait for each other three times as long. Without this file the trainer works the same, but a frozen SGLang blocks it forever, a
-dead one kills it without a message, and a SIGTERM to the run also reaches SGLang's processes, so that the run
-cannot finish its step.
+Every wait for SGLang has a limit, and ranks wait for each other three times as long. Without this file the
+trainer works the same, but a frozen SGLang blocks it forever, a dead one kills it without a message, and a
+SIGTERM to the run also reaches SGLang's processes, so that the run cannot finish its step.
 """
 
 import asyncio
@@ -57,9 +57,8 @@ class Patience:
         task.add_done_callback(self.pending.discard)
         while not task.done():
             remaining = max(start, self.last_response) + self.seconds - time.monotonic()
-            await asyncio.wait(
-                {task}, timeout=max(remaining, 0)
-            )  # at least once: the loop itself may have been busy
+            # At least once, even if no time is left: the loop itself may have been busy.
+            await asyncio.wait({task}, timeout=max(remaining, 0))
             if remaining <= 0 and not task.done():
                 task.cancel()
                 raise TimeoutError(f"{self.name} was silent for {self.seconds:g} s (--engine_timeout)")
