@@ -73,28 +73,6 @@ class Patience:
             task.cancel()
 
 
-@contextmanager
-def deadline(seconds: float, on_timeout):
-    """Calls `on_timeout()` if the block takes longer, in Python or in a system call. May be nested.
-
-    It uses SIGALRM, which only the main thread can handle: in other threads it does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    outer_handler = signal.signal(signal.SIGALRM, lambda number, frame: on_timeout())
-    start = time.monotonic()
-    outer_remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, outer_handler)
-        if outer_remaining > 0:
-            elapsed = time.monotonic() - start
-            signal.setitimer(signal.ITIMER_REAL, max(outer_remaining - elapsed, 0.001))
-
-
 # ---- SGLang's processes ----------------------------------------------------------------------------------
 def kill_children():
     """Kills the processes started by this one: those still starting up would not notice its death."""
@@ -151,10 +129,16 @@ def on_sigquit(number, frame):
     exit_because("SGLang died: one of its processes crashed or was killed; its own messages are above")
 
 
+@contextmanager
 def limit(task: str, seconds: float):
-    """A context that ends the run when SGLang takes longer for a task."""
+    """Ends the run if SGLang takes longer for the task in this block, in Python or in a system call."""
     message = f"SGLang: {task} took over {seconds:g} s (--engine_timeout)"
-    return deadline(seconds, lambda: exit_because(message))
+    timer = threading.Timer(seconds, exit_because, [message])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class LimitedSGLang:
