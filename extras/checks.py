@@ -90,7 +90,8 @@ def check_config(config):
     if not 0 <= config.seed < 2**32:
         raise UserError(f"--seed must be from 0 to 4294967295 (2**32 - 1), not {config.seed}")
     if config.group_size < 2 and getattr(config, "compares_groups", True):  # a recipe may say otherwise
-        raise UserError(f"--group_size must be 2 or more, not {config.group_size}: a group is compared")
+        why = "an advantage is relative to the group"
+        raise UserError(f"--group_size must be 2 or more, not {config.group_size}: {why}")
     if config.steps == 0 and not (config.eval_data and config.eval_every):
         raise UserError("--steps 0 only evaluates: set --eval_data, and --eval_every above 0")
     if config.engine == "sglang" and not importlib.util.find_spec("sglang"):

@@ -115,12 +115,12 @@ def deaf_children():
 # ---- The engine ------------------------------------------------------------------------------------------
 def exit_because(reason: str):
     """Ends this process, and thereby the run, with one line. A clean exit would wait for SGLang."""
-    kill_children()
     print(f"train.py: {reason}", file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun repeats this message at the very end, as the root cause
         content = {"message": reason, "extraInfo": {"timestamp": int(time.time())}}
         Path(report).write_text(json.dumps({"message": content}))
+    kill_children()  # last: SGLang's helper threads report their death to this process
     os._exit(1)
 
 

@@ -39,7 +39,7 @@ CPU = Config(device="cpu", dtype="float32", engine="local")
         ("http://a:99999", "--engine must be sglang, local or http://host:port"),
         ("http://:30000", "--engine must be sglang, local or http://host:port"),
         ("http://a:1,http://a:1/", "--engine names a server twice"),
-        ("http://me:word@a:1", "a user or a password, and flags are written to config.json"),
+        ("http://me:word@a:1", "--engine holds a user or a password"),
     ],
 )
 def test_the_flag_and_versions(engine, message):
