@@ -292,9 +292,9 @@ class UserError(Exception):
     """A mistake that the user can fix; main prints it as one line, without a traceback."""
 
 
-def parse_flags(config_class, arguments: list[str]):
+def parse_flags(config_class, arguments: list[str], parser_class=HfArgumentParser):
     """Command line -> config_class. Raises UserError for flags that it does not know."""
-    parser = HfArgumentParser(config_class, allow_abbrev=False, usage="train.py [--FLAG VALUE ...]")
+    parser = parser_class(config_class, allow_abbrev=False, usage="train.py [--FLAG VALUE ...]")
     given = {argument.split("=")[0] for argument in arguments}
     if "--data" in given:
         parser.set_defaults(eval_data="")  # the default belongs to the default data
@@ -326,10 +326,8 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         torch.cuda.set_device(LOCAL_RANK)
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # both as SGLang sets them
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    options = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, **options)
     copies = config.dp_replicate
     shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
     mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
@@ -648,6 +646,7 @@ class SGLangEngine:
 # ============================== Part III: the loop ===================================
 BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # largest mean |log-prob of actor - of engine|
 FOLDER = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two runs may start in the same second
+FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt"]  # of a model on the Hub
 SHOWN = ["reward", "eval_score", "entropy", "grad_norm", "logprob_diff", "time_step"]
 PROGRESS = {"leave": False, "disable": True if RANK else None}  # bars on rank 0, in a terminal
 
@@ -662,7 +661,10 @@ def shuffled(rows: int, seed: int):
 class Trainer:
     """Sample, compare, learn, publish. A recipe may subclass it."""
 
-    max_failures = 0.1  # share of failed samples above which a run ends; a flag in extras/checks.py
+    parser_class = HfArgumentParser  # extras/help.py, extras/checks.py
+    sglang_class = SGLangEngine  # extras/watchdog.py
+    max_failures = 0.1  # share of failed samples above which a run ends; extras/checks.py
+    has_failed = False  # whether a sample of this rank has
     is_resumed = multi_turn = False  # extras/checkpoint.py, extras/turns.py
     trains_all = False  # whether samples without an advantage have a gradient, too
 
@@ -672,23 +674,20 @@ class Trainer:
         self.config = config
         self.reward_fn = reward_fn
         self.env_step = env_step
-        self.reward_timeout = config.reward_timeout
         self.data = dataset_class(config.data)
         self.eval_data = dataset_class(config.eval_data) if config.eval_data and config.eval_every else []
         self.mesh = init_distributed(config)
-        files = ["*.json", "*.jinja", "*.safetensors", "*.txt"]
         is_local = Path(config.model).is_dir()
-        self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=files)
+        self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=FILES)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
         context = AutoConfig.from_pretrained(self.path).max_position_embeddings
         self.prompt_limit = context - config.max_new_tokens
-        extra = "local_engine" if config.engine == "local" else "servers"
-        engine_class = SGLangEngine if config.engine == "sglang" else load_extra(extra, "--engine").Engine
+        name = "local_engine" if config.engine == "local" else "servers"
+        engine_class = self.sglang_class if config.engine == "sglang" else load_extra(name, "--engine").Engine
         self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
         self.actor = Actor(self.load_policy(), self.mesh, config)
         self.first_step = self.prompts_drawn = 0  # step 0 only evaluates
         self.prompts = shuffled(len(self.data), config.seed)
-        self.has_failed = False  # whether a sample of this rank has
         self.folder = Path(config.output_dir or time.strftime(FOLDER))
         if RANK == 0:
             self.open_log()
@@ -770,7 +769,7 @@ class Trainer:
 
     async def score(self, sample: Sample):
         """Sets the reward. Raises ValueError unless it and the sample's metrics are finite."""
-        reward = await call(self.reward_fn, sample, self.reward_timeout)
+        reward = await call(self.reward_fn, sample, self.config.reward_timeout)
         if reward is None or not all(map(math.isfinite, [reward, *sample.metrics.values()])):
             raise ValueError(f"reward_fn returned no finite numbers: {reward}, metrics {sample.metrics}")
         sample.reward = float(reward)
@@ -887,7 +886,7 @@ def main(config=Config, dataset=RLDataset, reward_fn=reward_fn, env_step=None, t
     try:
         if (Path(__file__).parent / "extras/__init__.py").exists():
             config, trainer = importlib.import_module("extras").extend(config, trainer)
-        trainer(parse_flags(config, sys.argv[1:]), dataset, reward_fn, env_step).fit()
+        trainer(parse_flags(config, sys.argv[1:], trainer.parser_class), dataset, reward_fn, env_step).fit()
     except (UserError, KeyboardInterrupt, ModuleNotFoundError) as error:
         time.sleep(2 if LOCAL_RANK else 0)  # rank 0 speaks, and then torchrun ends the others
         print(f"train.py: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr, flush=True)

@@ -69,6 +69,13 @@ def format_help(parser: HfArgumentParser) -> str:
 
 
 def extend(trainer_class: type) -> type:
-    """Returns the same trainer; HfArgumentParser formats its help as above from now on."""
-    HfArgumentParser.format_help = format_help
-    return trainer_class
+    """A trainer whose parser formats its help as above."""
+
+    class Parser(trainer_class.parser_class):
+        def format_help(self) -> str:
+            return format_help(self)
+
+    class HelpfulTrainer(trainer_class):
+        parser_class = Parser
+
+    return HelpfulTrainer

@@ -14,6 +14,7 @@ import socket
 import uuid
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import timedelta
 from urllib.parse import urlsplit
 
@@ -49,10 +50,7 @@ def parse_urls(engine: str) -> list[str]:
         if not is_valid:
             raise UserError(f"--engine must be sglang, local or http://host:port[,http://...], not {url!r}")
         if "@" in parts.netloc:
-            raise UserError(
-                "--engine contains a user or a password, and flags are written to config.json; "
-                "let a proxy on this machine add them"
-            )
+            raise UserError("--engine holds a user or a password, which config.json would show: use a proxy")
     if len(set(urls)) < len(urls):
         raise UserError(f"--engine names a server twice: {engine}")
     return urls
@@ -129,9 +127,8 @@ class Server:
 
         if self.session is None:
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
-            self.session = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(total=None)
-            )
+            no_limit = aiohttp.ClientTimeout(total=None)
+            self.session = aiohttp.ClientSession(connector=connector, timeout=no_limit)
         method = "GET" if path == "server_info" else "POST"
 
         async def request() -> tuple[int, str]:
@@ -147,9 +144,7 @@ class Server:
         try:
             response = json.loads(text) if text.startswith("{") else {}
         except ValueError as error:
-            raise ConnectionError(
-                f"{self.url} failed: {path} returned broken JSON: {text[:200]!r}"
-            ) from error
+            raise ConnectionError(f"{self.url} failed: {path} returned {text[:200]!r}") from error
         if status >= 400 or response.get("success") is False:
             raise UserError(f"{self.url} refused {path}: {text[:300]}")
         return response
@@ -160,31 +155,16 @@ class Server:
 
         info = await self.post("server_info")
         self.is_recent = is_recent(info["version"])
-        try:
+        with suppress(UserError):  # as usual, none is open
             await self.post("end_weight_update")  # left open by a run that was killed during a push
-        except UserError:
-            pass  # none was open, as usual
         host, port = self.find_address()
         self.group_name = f"weights-{uuid.uuid4().hex[:8]}"
-        world_size = 1 + info["tp_size"]
-        join = asyncio.to_thread(
-            init_custom_process_group,
-            init_method=f"tcp://{host}:{port}",
-            rank=0,
-            world_size=world_size,
-            group_name=self.group_name,
-            backend=self.backend,
-            timeout=timedelta(seconds=self.patience.seconds),
-        )
-        invite = self.post(
-            "init_weights_update_group",
-            master_address=host,
-            master_port=port,
-            rank_offset=1,
-            world_size=world_size,
-            group_name=self.group_name,
-            backend=self.backend,
-        )
+        shared = {"world_size": 1 + info["tp_size"], "group_name": self.group_name, "backend": self.backend}
+        own = {"init_method": f"tcp://{host}:{port}", "rank": 0} | shared
+        own["timeout"] = timedelta(seconds=self.patience.seconds)
+        theirs = {"master_address": host, "master_port": port, "rank_offset": 1} | shared
+        join = asyncio.to_thread(init_custom_process_group, **own)
+        invite = self.post("init_weights_update_group", **theirs)
         self.group, _ = await asyncio.gather(join, invite)
 
     def find_address(self) -> tuple[str, int]:
@@ -199,13 +179,10 @@ class Server:
 
     async def disconnect(self):
         """Ends the process group. A refusal is ignored: the run is over."""
-        destroy = asyncio.to_thread(dist.destroy_process_group, self.group)
-        try:
-            await asyncio.gather(
-                self.post("destroy_weights_update_group", group_name=self.group_name), destroy
-            )
-        except UserError:
-            pass
+        leave = asyncio.to_thread(dist.destroy_process_group, self.group)
+        dismiss = self.post("destroy_weights_update_group", group_name=self.group_name)
+        with suppress(UserError):
+            await asyncio.gather(dismiss, leave)
 
     async def pause(self):
         """Puts running requests back into the queue until new weights arrive; an old SGLang aborts them."""
@@ -222,10 +199,7 @@ class Server:
         load = self.post("update_weights_from_distributed", group_name=self.group_name, **description)
         try:
             await asyncio.gather(load, asyncio.to_thread(broadcast))
-        except (
-            RuntimeError,
-            UserError,
-        ) as error:  # gloo's error; or a restarted server, which knows no group
+        except (RuntimeError, UserError) as error:  # of gloo, or of a restarted server, which knows no group
             raise ConnectionError(f"{self.url} failed during a push: {error}") from error
 
     async def flush(self):
@@ -293,15 +267,10 @@ class ServerEngine:
         SGLang uses the seed only in its deterministic mode (--enable-deterministic-inference of the server).
         Raises UserError if no server is left, or if one refuses the request.
         """
-        sampling = dict(self.sampling)
-        sampling["temperature"] = temperature
-        sampling["sampling_seed"] = seed
+        sampling = self.sampling | {"temperature": temperature, "sampling_seed": seed}
         sampling["max_new_tokens"] = max_new_tokens or self.config.max_new_tokens
-        payload = {
-            "input_ids": np.asarray(ids).tolist(),
-            "sampling_params": sampling,
-            "return_logprob": True,
-        }
+        payload = {"input_ids": np.asarray(ids).tolist(), "sampling_params": sampling}
+        payload["return_logprob"] = True
         failures = Counter()
         aborts = 0
         while self.alive:
@@ -376,10 +345,8 @@ class ServerEngine:
             except OSError as error:
                 raise UserError(f"--engine {server.url} cannot be used: {error}") from error
             except ImportError as error:
-                raise UserError(
-                    f"--engine {server.url} requires sglang here, too ({error}): "
-                    "pip install -r requirements.txt"
-                ) from error
+                needed = f"requires sglang here, too ({error}): pip install -r requirements.txt"
+                raise UserError(f"--engine {server.url} {needed}") from error
 
     def close(self):
         """Leaves the servers as they were found, except for their weights."""

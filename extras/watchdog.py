@@ -1,9 +1,8 @@
 """--engine_timeout: a colocated SGLang that dies, freezes or does not start ends the run with one line.
 
-`extend` gives train.py an SGLangEngine in which every wait for SGLang has a limit; ranks wait for each other
-three times as long. Without this file the trainer works the same, but a frozen SGLang blocks it forever, a
-dead one kills it without a message, and a SIGTERM to the run also reaches SGLang's processes, so that the run
-cannot finish its step.
+Every wait for SGLang has a limit, and ranks wait for each other three times as long. Without this file the
+trainer works the same, but a frozen SGLang blocks it forever, a dead one kills it without a message, and a
+SIGTERM to the run also reaches SGLang's processes, so that the run cannot finish its step.
 """
 
 import asyncio
@@ -25,7 +24,6 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-import train
 from train import flag
 
 START_SECONDS = 900.0  # least time for SGLang to load a model and compile its kernels
@@ -59,9 +57,8 @@ class Patience:
         task.add_done_callback(self.pending.discard)
         while not task.done():
             remaining = max(start, self.last_response) + self.seconds - time.monotonic()
-            await asyncio.wait(
-                {task}, timeout=max(remaining, 0)
-            )  # at least once: the loop itself may have been busy
+            # At least once, even if no time is left: the loop itself may have been busy.
+            await asyncio.wait({task}, timeout=max(remaining, 0))
             if remaining <= 0 and not task.done():
                 task.cancel()
                 raise TimeoutError(f"{self.name} was silent for {self.seconds:g} s (--engine_timeout)")
@@ -74,28 +71,6 @@ class Patience:
         """Ends all waits with a ConnectionError. Must be called on the event loop."""
         for task in list(self.pending):
             task.cancel()
-
-
-@contextmanager
-def deadline(seconds: float, on_timeout):
-    """Calls `on_timeout()` if the block takes longer, in Python or in a system call. May be nested.
-
-    It uses SIGALRM, which only the main thread can handle: in other threads it does nothing.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    outer_handler = signal.signal(signal.SIGALRM, lambda number, frame: on_timeout())
-    start = time.monotonic()
-    outer_remaining, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, outer_handler)
-        if outer_remaining > 0:
-            elapsed = time.monotonic() - start
-            signal.setitimer(signal.ITIMER_REAL, max(outer_remaining - elapsed, 0.001))
 
 
 # ---- SGLang's processes ----------------------------------------------------------------------------------
@@ -140,12 +115,12 @@ def deaf_children():
 # ---- The engine ------------------------------------------------------------------------------------------
 def exit_because(reason: str):
     """Ends this process, and thereby the run, with one line. A clean exit would wait for SGLang."""
-    kill_children()
     print(f"train.py: {reason}", file=sys.stderr, flush=True)
     report = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if report:  # torchrun repeats this message at the very end, as the root cause
         content = {"message": reason, "extraInfo": {"timestamp": int(time.time())}}
         Path(report).write_text(json.dumps({"message": content}))
+    kill_children()  # last: SGLang's helper threads report their death to this process
     os._exit(1)
 
 
@@ -154,10 +129,16 @@ def on_sigquit(number, frame):
     exit_because("SGLang died: one of its processes crashed or was killed; its own messages are above")
 
 
+@contextmanager
 def limit(task: str, seconds: float):
-    """A context that ends the run when SGLang takes longer for a task."""
+    """Ends the run if SGLang takes longer for the task in this block, in Python or in a system call."""
     message = f"SGLang: {task} took over {seconds:g} s (--engine_timeout)"
-    return deadline(seconds, lambda: exit_because(message))
+    timer = threading.Timer(seconds, exit_because, [message])
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class LimitedSGLang:
@@ -229,9 +210,10 @@ def set_timeouts(seconds: float):
 
 def extend(trainer_class: type) -> type:
     """A trainer in which a colocated SGLang is watched."""
-    train.SGLangEngine = watch(train.SGLangEngine)
 
     class WatchedTrainer(trainer_class):
+        sglang_class = watch(trainer_class.sglang_class)
+
         def __init__(self, config, *arguments):
             super().__init__(config, *arguments)
             set_timeouts(3 * config.engine_timeout)

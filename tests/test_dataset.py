@@ -20,6 +20,8 @@ ROWS = [  # what `datasets` would make something else of: dates, large integers,
     {"question": "\u2028", "answer": "1"},
     {"answer": [None, 9007199254740993]},
 ]
+SPLITS = {"train[1:]": [1, 2], "train[:1]": [0], "train[-1:]": [2], "train[:67%]": [0, 1]}
+SPLITS |= {"train[:1]+train[2:]": [0, 2], "train[1:2]+train[:2]": [1, 0, 1]}
 
 
 def test_json_is_read_as_it_is(tmp_path):
@@ -29,13 +31,9 @@ def test_json_is_read_as_it_is(tmp_path):
     (tmp_path / "lines.json").write_text(lines)
     for name in ("a.jsonl", "a.json", "lines.json"):
         assert list(RLDataset(str(tmp_path / name)).rows) == ROWS
-        for split, rows in (
-            ("[1:]", ROWS[1:]),
-            ("[:1]", ROWS[:1]),
-            ("[-1:]", ROWS[2:]),
-            ("[:67%]", ROWS[:2]),
-        ):
-            assert list(RLDataset(f"{tmp_path / name}:train{split}").rows) == rows
+        for split, places in SPLITS.items():
+            found = RLDataset(f"{tmp_path / name}:{split}").rows
+            assert list(found) == [ROWS[place] for place in places]
 
 
 def test_parquet_and_its_slices(tmp_path):
@@ -56,14 +54,6 @@ def test_parquet_and_its_slices(tmp_path):
 def test_names_of_the_hub(monkeypatch, source, asked, split):
     monkeypatch.setattr(train, "load_dataset", lambda *args, **options: [(args, options)])
     assert RLDataset(source).rows == [(asked, {"split": split})]
-
-
-@pytest.mark.parametrize(
-    "split, places", [("train[:1]+train[2:]", [0, 2]), ("train[1:2]+train[:2]", [1, 0, 1])]
-)
-def test_all_parts_of_a_split_are_read(tmp_path, split, places):
-    (tmp_path / "a.json").write_text(json.dumps(ROWS))
-    assert list(RLDataset(f"{tmp_path / 'a.json'}:{split}").rows) == [ROWS[place] for place in places]
 
 
 def score(row_sample, text: str):

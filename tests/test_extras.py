@@ -11,7 +11,7 @@ import pytest
 import extras
 import train
 from tests.conftest import HERE
-from train import Config, UserError, flag
+from train import Config, Trainer, UserError, flag
 
 MODULES = {name: importlib.import_module(f"extras.{name}") for name in extras.ORDER}
 
@@ -36,6 +36,8 @@ def run_main(monkeypatch, arguments: list[str], **parts) -> dict:
     made = {}
 
     class Core:
+        parser_class = Trainer.parser_class
+
         def __init__(self, config, *arguments):
             made.update(config=config, arguments=arguments)
 
@@ -61,7 +63,7 @@ def test_main_prints_a_users_error_as_one_line(monkeypatch, capsys, error, said)
     monkeypatch.setattr(train.os, "_exit", lambda code: codes.append(code) or sys.exit(code))
     monkeypatch.setattr(sys, "argv", ["train.py", "--model", "x"])
     monkeypatch.setattr(extras, "ORDER", [])
-    trainer = type("Failing", (), {"__init__": lambda self, *args: None, "fit": fit})
+    trainer = type("Failing", (Trainer,), {"__init__": lambda self, *args: None, "fit": fit})
     with pytest.raises(SystemExit):
         train.main(trainer=trainer)
     assert codes == [2]
@@ -109,17 +111,9 @@ def test_train_names_the_file_of_every_flag_that_extras_declare():
     assert not core & {name for flags in declared.values() for name in flags}
 
 
-def test_a_recipe_may_declare_flags_of_extras_in_any_order():
+def test_a_recipe_may_declare_flags_of_extras_in_any_order_and_its_defaults_have_priority():
     @dataclass
-    class Recipe(Config, MODULES["monitor"].Flags, MODULES["dither"].Flags, MODULES["variants"].Flags):
-        pass
-
-    assert train.parse_flags(extras.add_flags(Recipe), ["--model", "x", "--kl_coef", "2"]).kl_coef == 2
-
-
-def test_a_recipes_own_default_of_an_extras_flag_has_priority():
-    @dataclass
-    class Recipe(Config, MODULES["offload"].Flags):
+    class Recipe(Config, MODULES["offload"].Flags, MODULES["dither"].Flags, MODULES["variants"].Flags):
         offload: bool = flag(True, "as in extras/offload.py")
         judge: str = flag("me", "name of a judge")
 
@@ -128,9 +122,8 @@ def test_a_recipes_own_default_of_an_extras_flag_has_priority():
 
     found = train.parse_flags(extras.add_flags(Recipe), ["--model", "x"])
     assert (found.offload, found.judge, found.save_every) == (True, "me!", 0)
-    assert (
-        train.parse_flags(extras.add_flags(Recipe), ["--model", "x", "--offload", "False"]).offload is False
-    )
+    found = train.parse_flags(extras.add_flags(Recipe), "--model x --offload False --kl_coef 2".split())
+    assert (found.offload, found.kl_coef) == (False, 2)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +134,7 @@ def test_a_recipes_own_default_of_an_extras_flag_has_priority():
         ("wandb_log", "monitor"),  # whose numbers are logged
         ("balance", "monitor"),  # which counts the tokens that this rank really runs through
         ("offload", "monitor"),  # whose seconds contain the moves
-        ("monitor", "checkpoint"),  # which saves the monitor's state after a step is logged
-        ("gate", "checkpoint"),  # which resumes the gate's number of pushes
+        ("offload", "checkpoint"),  # which saves what a rollout that a signal ends has brought back
         ("checkpoint", "embedded"),  # whose flags precede those of a checkpoint
         ("checkpoint", "checks"),  # which turn errors of everything else into one line
     ],

@@ -17,8 +17,8 @@ from train import RLDataset, Sample, Trainer, UserError
 
 def score(reward_fn, metrics=(), **flags) -> Sample:
     trainer = object.__new__(Trainer)
-    trainer.config, trainer.reward_fn = Config(**flags), reward_fn
-    trainer.reward_timeout = trainer.config.reward_timeout
+    trainer.config = Config(**flags)
+    trainer.reward_fn = reward_fn
     sample = Sample([], {}, metrics=dict(metrics))
     asyncio.run(trainer.score(sample))
     return sample
@@ -121,22 +121,18 @@ def test_the_core_ends_a_run_in_which_more_than_a_tenth_of_a_step_fails(whole, f
         assert trainer.check_failures(samples) == failing / 10
 
 
-def test_an_async_reward_that_exits_fails_its_sample_alone(whole):
-    async def reward_fn(sample):
-        await asyncio.sleep(0)
-        raise SystemExit("no judge") if sample.key[1] else UserWarning("no")
-
-    samples = whole(reward_fn, max_new_tokens=2, prompts_per_step=1).rollout()
-    assert ["SystemExit: no judge" in sample.failure for sample in samples] == [False, True]
-
-
 @pytest.mark.parametrize("error", [SystemExit(3), SystemExit("no answer"), asyncio.CancelledError()])
-def test_a_reward_that_exits_fails_its_sample(whole, error):
-    def reward_fn(sample):
-        raise error
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_exits_fails_its_sample(whole, error, is_async):
+    async def later(sample):
+        await asyncio.sleep(0)
+        reward_fn(sample)
 
-    samples = whole(reward_fn, max_new_tokens=2).rollout()
-    assert all(type(error).__name__ in sample.failure for sample in samples)
+    def reward_fn(sample):
+        raise error if sample.key[1] else ValueError("no")
+
+    samples = whole(later if is_async else reward_fn, max_new_tokens=2, prompts_per_step=1).rollout()
+    assert [type(error).__name__ in sample.failure for sample in samples] == [False, True]
 
 
 def test_a_users_error_ends_the_run(whole):

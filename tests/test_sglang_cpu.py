@@ -1,62 +1,42 @@
 """Tests of extras/sglang_cpu.py, with a stand-in for sglang and with the real one."""
 
 import json
-import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from extras import sglang_cpu
+from tests import fake_sglang
 from tests.conftest import HERE, Config, run
+from tests.real_sglang import ON_CPU
 
 FIRST = [("a", torch.arange(6.0).view(2, 3)), ("b", torch.ones(2, dtype=torch.bfloat16))]
 SECOND = [("c", torch.arange(3))]
 
 
-class PlainBucket:
-    """What sglang's FlattenedTensorBucket does with named tensors."""
-
-    def __init__(self, named_tensors):
-        self.metadata = [(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors]
-        parts = [tensor.flatten().view(torch.uint8) for _, tensor in named_tensors]
-        self.flattened_tensor = torch.cat(parts)
-
-    def get_flattened_tensor(self):
-        return self.flattened_tensor
-
-    def get_metadata(self):
-        return self.metadata
-
-
-def check_buckets(module, plain):
+def check_buckets(module):
+    """Buckets have the content and the metadata that SGLang gives them, in the same shared pages."""
+    plain = module.FlattenedTensorBucket
     sglang_cpu.keep_pages()
-    addresses = []
+    addresses = set()
     for named in (FIRST, SECOND, FIRST):
         bucket = module.FlattenedTensorBucket(named_tensors=named)
         flat = bucket.get_flattened_tensor()
         assert torch.equal(flat, plain(named_tensors=named).get_flattened_tensor())
         assert bucket.get_metadata() == plain(named_tensors=named).get_metadata()
         assert flat.is_shared()
-        addresses.append(flat.data_ptr())
-    assert addresses[1] == addresses[0] and addresses[2] == addresses[0]  # the same pages again
-    large = [("d", torch.ones(100))]
-    assert torch.equal(
-        module.FlattenedTensorBucket(named_tensors=large).get_flattened_tensor().view(torch.float32),
-        large[0][1],
-    )
+        addresses.add(flat.data_ptr())
+    assert len(addresses) == 1
+    large = module.FlattenedTensorBucket(named_tensors=[("d", torch.ones(100))])
+    assert torch.equal(large.get_flattened_tensor().view(torch.float32), torch.ones(100))
 
 
 def test_buckets_stay_in_the_same_shared_memory(monkeypatch):
-    parents = ("sglang", "sglang.srt", "sglang.srt.weight_sync")
-    modules = {name: ModuleType(name) for name in (*parents, "sglang.srt.weight_sync.tensor_bucket")}
-    module = modules["sglang.srt.weight_sync.tensor_bucket"]
-    modules["sglang.srt.weight_sync"].tensor_bucket = module
-    module.FlattenedTensorBucket = PlainBucket
-    for name, one in modules.items():
-        monkeypatch.setitem(sys.modules, name, one)
-    check_buckets(module, PlainBucket)
+    modules = fake_sglang.install(monkeypatch)
+    modules["weight_sync"].tensor_bucket = modules["tensor_bucket"]
+    check_buckets(modules["tensor_bucket"])
 
 
 @pytest.mark.sglang
@@ -64,9 +44,8 @@ def test_buckets_stay_in_the_same_shared_memory(monkeypatch):
 def test_buckets_of_the_real_sglang(monkeypatch):
     from sglang.srt.weight_sync import tensor_bucket
 
-    plain = tensor_bucket.FlattenedTensorBucket
-    monkeypatch.setattr(tensor_bucket, "FlattenedTensorBucket", plain)
-    check_buckets(tensor_bucket, plain)
+    monkeypatch.setattr(tensor_bucket, "FlattenedTensorBucket", tensor_bucket.FlattenedTensorBucket)
+    check_buckets(tensor_bucket)
 
 
 def load_stub(name: str):
@@ -108,8 +87,7 @@ def test_a_run_with_sglang_ends_well_and_wandb_has_its_last_numbers(tmp_path):
     """SGLang ends by killing all children of its rank, and the process that writes for wandb is one."""
     flags = ["--engine", "sglang", "--wandb", "offline", "--output_dir", tmp_path, "--eval_every", 0]
     flags += ["--steps", 1, "--prompts_per_step", 4, "--group_size", 2, "--max_new_tokens", 32]
-    stubs = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / ".ci/sglang_cpu")}
-    done = run("train.py", *flags, **stubs)
+    done = run("train.py", *flags, **ON_CPU)
     assert done.returncode == 0, done.stderr[-3000:]
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["step"] == 1 and last["logprob_diff"] < 1e-5

@@ -7,8 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,82 +18,48 @@ import torch
 
 import train
 from extras import watchdog
-from extras.watchdog import Patience, deadline, extend, set_timeouts, watch
-from tests.conftest import Config
+from extras.sglang_cpu import ARGUMENTS
+from extras.watchdog import Patience, extend, limit, set_timeouts, watch
+from tests.conftest import HERE, TINY, Config, run
+from tests.real_sglang import ON_CPU, SGLANG_ENVIRONMENT, wait_for
 
-HERE = Path(__file__).resolve().parent.parent
-TINY = HERE / "assets/tiny"
-ENVIRONMENT = os.environ | {
-    "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
-    "HF_HUB_OFFLINE": "1",
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "PYTHONPATH": f"{HERE}:{HERE / '.ci/sglang_cpu'}",
-}
-
-
-SGLANG_ARGS = {  # what runs without CUDA kernels
-    "attention_backend": "torch_native",
-    "sampling_backend": "pytorch",
-    "grammar_backend": "none",
-    "disable_cuda_graph": True,
-    "max_total_tokens": 32768,
-    "sleep_on_idle": True,
-    "mem_fraction_static": 0.3,
-}
+SGLANG_ARGS = json.dumps(ARGUMENTS | {"mem_fraction_static": 0.3})
 
 
 # ---- Patience ----------------------------------------------------------------------------------------------
-def test_silence_is_death_but_a_queue_is_not():
-    async def wait(*seconds):
-        patience = Patience("SGLang", 0.5)
-        calls = [patience.wait(asyncio.sleep(s, result=s)) for s in seconds]
-        return await asyncio.gather(*calls, return_exceptions=True)
+def outcomes(seconds: float, *calls) -> list:
+    """What calls of one peer return or raise, all at once."""
 
-    assert asyncio.run(wait(0.2, 0.4, 0.6)) == [
-        0.2,
-        0.4,
-        0.6,
-    ]  # the last one is longer than .5, without a gap
-    first, second = asyncio.run(wait(0.2, 2))
-    assert first == 0.2
-    assert isinstance(second, TimeoutError)
+    async def wait():
+        patience = Patience("SGLang", seconds)
+        waits = [patience.wait(call(patience)) for call in calls]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    return asyncio.run(wait())
+
+
+def sleeper(seconds: float):
+    return lambda patience: asyncio.sleep(seconds, result=seconds)
+
+
+def test_silence_is_death_but_a_queue_is_not():
+    # The last one takes longer than 0.5 s, without a gap of 0.5 s between two responses.
+    assert outcomes(0.5, sleeper(0.2), sleeper(0.4), sleeper(0.6)) == [0.2, 0.4, 0.6]
+    first, second = outcomes(0.5, sleeper(0.2), sleeper(2))
+    assert first == 0.2 and isinstance(second, TimeoutError)
     assert str(second) == "SGLang was silent for 0.5 s (--engine_timeout)"
 
 
-def test_giving_up_ends_all_waits_for_this_peer_only():
-    async def wait():
-        one, other = Patience("one", 60), Patience("other", 60)
-        asyncio.get_running_loop().call_later(0.1, one.give_up)
-        calls = [one.wait(asyncio.sleep(30)), other.wait(asyncio.sleep(0.3, 5))]
-        return await asyncio.gather(*calls, return_exceptions=True)
+def test_giving_up_ends_all_waits_for_this_peer_and_errors_pass_through():
+    async def give_up(patience):
+        patience.give_up()
 
-    ended, result = asyncio.run(wait())
-    assert isinstance(ended, ConnectionError) and str(ended) == "one was given up"
-    assert result == 5
-
-
-def test_an_error_of_the_call_passes_through():
-    async def refuse():
+    async def refuse(patience):
         raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"):
-        asyncio.run(Patience("SGLang", 1).wait(refuse()))
-
-
-# ---- Deadlines ---------------------------------------------------------------------------------------------
-def test_deadlines_nest_and_leave_nothing_behind():
-    fired = []
-    handler = signal.getsignal(signal.SIGALRM)
-    with deadline(0.2, lambda: fired.append("outer")):
-        with deadline(0.1, lambda: fired.append("inner")):
-            time.sleep(0.15)
-        with deadline(9, lambda: fired.append("never")):
-            pass
-        time.sleep(0.2)
-    assert fired == ["inner", "outer"]
-    assert signal.getsignal(signal.SIGALRM) is handler
-    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    refused, ended, _ = outcomes(60, refuse, sleeper(30), give_up)
+    assert isinstance(ended, ConnectionError) and str(ended) == "SGLang was given up"
+    assert isinstance(refused, ValueError)
 
 
 # ---- A pretended engine ------------------------------------------------------------------------------------
@@ -122,19 +88,15 @@ class PretendedEngine:
         self.engine = PretendedSGLang()
 
 
-class Leader:
-    """The mesh of a process that is alone."""
-
-    def get_local_rank(self):
-        return 0
-
-
-MESH = {"tp": Leader()}
+def start(rank: int = 0, engine_timeout: float = 0.2):
+    """A watched engine of a rank of a tensor-parallel group."""
+    tp = SimpleNamespace(get_local_rank=lambda: rank)
+    return watch(PretendedEngine)("path", None, {"tp": tp}, SimpleNamespace(engine_timeout=engine_timeout))
 
 
 @pytest.fixture
 def ended(monkeypatch):
-    """The messages with which the process would have ended."""
+    """The messages with which the process would have ended; signal handlers are restored."""
     messages = []
 
     def exit_because(reason):
@@ -142,34 +104,27 @@ def ended(monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(watchdog, "exit_because", exit_because)
-    return messages
-
-
-@pytest.fixture
-def engine(ended):
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGQUIT)}
-    yield watch(PretendedEngine)("a path", None, MESH, SimpleNamespace(engine_timeout=0.2)).engine
+    yield messages
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def test_a_watched_engine_does_what_the_engine_does(engine, ended):
+def test_a_watched_engine_does_what_the_engine_does(ended):
+    engine = start().engine
     assert engine.loop == "a loop"
     assert engine.release_memory_occupation(0.01) == "released"
     assert asyncio.run(engine.async_generate(seconds=0.01)) == {"slept": 0.01}
-    assert not ended
+    time.sleep(0.3)
+    assert not ended  # nothing that was in time
+    assert isinstance(start(rank=1).engine, PretendedSGLang)  # only the first rank talks to SGLang
 
 
-def test_only_the_first_rank_of_a_group_watches(monkeypatch):
-    monkeypatch.setattr(Leader, "get_local_rank", lambda self: 1)
-    follower = watch(PretendedEngine)("a path", None, MESH, SimpleNamespace(engine_timeout=0.2))
-    assert isinstance(follower.engine, PretendedSGLang)
-
-
-def test_extend_makes_train_start_the_watched_engine(monkeypatch):
-    monkeypatch.setattr(train, "SGLangEngine", PretendedEngine)
-    assert issubclass(extend(train.Trainer), train.Trainer)
-    assert issubclass(train.SGLangEngine, PretendedEngine) and train.SGLangEngine is not PretendedEngine
+def test_extend_makes_the_trainer_start_the_watched_engine(monkeypatch):
+    monkeypatch.setattr(train.Trainer, "sglang_class", PretendedEngine)
+    found = extend(train.Trainer).sglang_class
+    assert issubclass(found, PretendedEngine) and found is not PretendedEngine
 
 
 def test_all_groups_get_the_timeout(mesh):
@@ -180,27 +135,31 @@ def test_all_groups_get_the_timeout(mesh):
     set_timeouts(1800)
 
 
-def test_a_slow_call_ends_the_run(engine, ended):
-    with pytest.raises(SystemExit):
-        engine.release_memory_occupation(5)
-    assert ended == ["SGLang: release_memory_occupation took over 0.2 s (--engine_timeout)"]
-
-
-def test_a_silent_engine_ends_the_run(engine, ended):
+def test_a_slow_call_or_start_and_silence_end_the_run(ended, monkeypatch):
+    engine = start().engine
+    engine.release_memory_occupation(0.5)
+    assert ended.pop() == "SGLang: release_memory_occupation took over 0.2 s (--engine_timeout)"
     with pytest.raises(SystemExit):
         asyncio.run(engine.async_generate(seconds=5))
-    assert ended == ["SGLang was silent for 0.2 s (--engine_timeout)"]
-
-
-def test_a_slow_start_ends_the_run(ended, monkeypatch):
+    assert ended.pop() == "SGLang was silent for 0.2 s (--engine_timeout)"
     monkeypatch.setattr(watchdog, "START_SECONDS", 0.1)
-    monkeypatch.setattr(PretendedEngine, "__init__", lambda *args: time.sleep(5))
-    with pytest.raises(SystemExit):
-        watch(PretendedEngine)("a path", None, MESH, SimpleNamespace(engine_timeout=0.2))
+    engine_init = PretendedEngine.__init__
+    monkeypatch.setattr(PretendedEngine, "__init__", lambda *args: time.sleep(0.5) or engine_init(*args))
+    start()
     assert ended == ["SGLang: its start took over 0.2 s (--engine_timeout)"]
 
 
-def test_an_engine_that_stays_busy_ends_the_run(engine, ended, monkeypatch):
+def test_the_start_has_at_least_900_seconds(ended, monkeypatch):
+    limits = []
+    monkeypatch.setattr(
+        watchdog, "limit", lambda task, seconds: limits.append(seconds) or limit(task, seconds)
+    )
+    start(engine_timeout=5)
+    assert limits == [900, 5]  # the start, and its first call
+
+
+def test_an_engine_that_stays_busy_ends_the_run(ended, monkeypatch):
+    engine = start().engine
     answers = [SimpleNamespace(success=False), SimpleNamespace(success=False), SimpleNamespace(success=True)]
     monkeypatch.setattr(PretendedSGLang, "flush_cache", lambda self: answers.pop(0))
     assert engine.flush_cache().success and not answers
@@ -211,30 +170,40 @@ def test_an_engine_that_stays_busy_ends_the_run(engine, ended, monkeypatch):
     assert ended == ["SGLang is still busy 0.2 s after its last response"]
 
 
-def test_the_end_is_one_line_and_a_report_to_torchrun(tmp_path):
-    report = tmp_path / "error.json"
-    command = [sys.executable, "-c", "from extras.watchdog import exit_because; exit_because('it froze')"]
-    environment = ENVIRONMENT | {"TORCHELASTIC_ERROR_FILE": str(report)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "train.py: it froze\n")
-    assert json.loads(report.read_text())["message"]["message"] == "it froze"
-
-
-def test_the_start_has_at_least_900_seconds(monkeypatch):
-    seconds = []
-    monkeypatch.setattr(watchdog, "limit", lambda task, limit: seconds.append(limit) or deadline(limit, None))
-    sigquit = signal.getsignal(signal.SIGQUIT)
-    watch(PretendedEngine)("a path", None, MESH, SimpleNamespace(engine_timeout=5))
-    signal.signal(signal.SIGQUIT, sigquit)
-    assert seconds == [900, 5]  # the start, and its first call
-
-
-def test_the_own_handler_of_sigterm_stays(engine, ended):
+def test_the_own_handler_of_sigterm_stays_and_sigquit_ends_the_run(ended):
+    start()
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN
     with pytest.raises(SystemExit):
         os.kill(os.getpid(), signal.SIGQUIT)  # what SGLang sends when a child of it is gone
         time.sleep(1)
     assert ended[0].startswith("SGLang died: one of its processes crashed or was killed")
+
+
+# A call that is blocked in C, not in Python's own code, with a child that must not outlive it.
+FREEZING = """
+import ctypes
+from multiprocessing import get_context
+from time import sleep
+from extras.watchdog import limit
+
+if __name__ == "__main__":
+    child = get_context("spawn").Process(target=sleep, args=(60,))
+    child.start()
+    print(child.pid, flush=True)
+    with limit("a call", 0.5), limit("a longer one", 50):
+        ctypes.CDLL(None).sleep(60)
+"""
+
+
+def test_the_end_is_one_line_and_a_report_to_torchrun(tmp_path):
+    report = tmp_path / "error.json"
+    script = tmp_path / "freezes.py"
+    script.write_text(FREEZING)
+    done = run(script, **ON_CPU, TORCHELASTIC_ERROR_FILE=str(report), timeout=50)
+    said = "SGLang: a call took over 0.5 s (--engine_timeout)"
+    assert (done.returncode, done.stderr) == (1, f"train.py: {said}\n")
+    assert json.loads(report.read_text())["message"]["message"] == said
+    assert not is_running(int(done.stdout))
 
 
 # ---- Children and signals ----------------------------------------------------------------------------------
@@ -267,10 +236,10 @@ if __name__ == "__main__":
 def test_children_are_deaf_to_signals_unless_these_end_the_parent(tmp_path):
     script = tmp_path / "starts.py"
     script.write_text(STARTING)
-    after = [sys.executable, script, "after"]
-    done = subprocess.run(after, env=ENVIRONMENT, capture_output=True, text=True)
+    done = run(script, "after", **ON_CPU)
     assert done.stdout == "alive True\n" and done.returncode == -signal.SIGTERM, done.stderr
-    process = subprocess.Popen([sys.executable, script, "during"], env=ENVIRONMENT, stdout=subprocess.PIPE)
+    command = [sys.executable, script, "during"]
+    process = subprocess.Popen(command, env=SGLANG_ENVIRONMENT, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"started\n"
     family = psutil.Process(process.pid).children(recursive=True)
     process.terminate()  # while the child is still importing
@@ -293,7 +262,7 @@ def survive_and_freeze():
     received = []
     signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
     config = Config(device="cpu", dtype="float32", engine="sglang", engine_timeout=20, max_new_tokens=8)
-    config.sglang_args = json.dumps(SGLANG_ARGS)
+    config.sglang_args = SGLANG_ARGS
     mesh = train.init_distributed(config)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     ids = train.encode_prompt(tokenizer, [{"role": "user", "content": "hi"}])
@@ -317,9 +286,8 @@ def survive_and_freeze():
 @pytest.mark.parametrize("call", ["generate", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_sglang_survives_a_signal_to_the_run_and_a_freeze_ends_it(call):
     command = [sys.executable, __file__, "survive_and_freeze", call]
-    done = subprocess.run(
-        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=400, start_new_session=True
-    )
+    options = {"capture_output": True, "text": True, "timeout": 400, "start_new_session": True}
+    done = subprocess.run(command, env=SGLANG_ENVIRONMENT, **options)
     survived, children = done.stdout.splitlines()[-2:]
     assert survived == f"sampled True after [{signal.SIGTERM:d}]", done.stderr[-3000:]
     said = {
@@ -338,37 +306,15 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: int = 300):
-    """Waits until a condition holds, while a process lives."""
-    for _ in range(10 * seconds):
-        if condition():
-            return
-        assert process.poll() is None, "the process ended"
-        time.sleep(0.1)
-    raise AssertionError(f"not within {seconds} s")
-
-
 @pytest.mark.sglang
 def test_the_death_of_sglang_ends_a_run_with_one_line(tmp_path):
     log = (tmp_path / "log").open("w+")
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "train.py",
-    ]
-    flags = ["--engine", "sglang", "--prompts_per_step", "64", "--group_size", "4", "--max_new_tokens", "64"]
-    flags += [
-        "--eval_every",
-        "0",
-        "--output_dir",
-        str(tmp_path / "run"),
-        "--sglang_args",
-        json.dumps(SGLANG_ARGS),
-    ]
-    training = subprocess.Popen(launcher + flags, cwd=HERE, env=ENVIRONMENT, stdout=log, stderr=log)
+    command = (
+        "-m torch.distributed.run --standalone --nproc_per_node=2 train.py --engine sglang --eval_every 0"
+    )
+    command += " --prompts_per_step 64 --group_size 4 --max_new_tokens 64 --output_dir"
+    command = [sys.executable, *command.split(), tmp_path / "run", "--sglang_args", SGLANG_ARGS]
+    training = subprocess.Popen(command, cwd=HERE, env=SGLANG_ENVIRONMENT, stdout=log, stderr=log)
     metrics = tmp_path / "run/metrics.jsonl"
     try:
         wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, training)

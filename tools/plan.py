@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.hf_argparser import HfArgumentParser
 
 from extras import add_flags, embedded
-from extras.checks import FAMILIES, brief, raise_parser_error
+from extras.checks import FAMILIES, brief, one_line_parser
 from extras.local_engine import LocalEngine
 from recipes.lora import TARGETS
 from tools.shapes import known_config
@@ -59,11 +59,10 @@ def read_flags(arguments: list[str], config_class=PlanConfig) -> PlanConfig:
 
     Raises UserError for flags that cannot be planned.
     """
-    HfArgumentParser.error = raise_parser_error
     if any(argument.split("=")[0] == "--gpu_gb" for argument in arguments):
         defaults = ["--device", "cuda", "--dtype", "bfloat16", "--engine", "sglang", "--model", Config.model]
         arguments = defaults + arguments
-    config = parse_flags(config_class, embedded.add_flags(arguments))
+    config = parse_flags(config_class, embedded.add_flags(arguments), one_line_parser(HfArgumentParser))
     if config.engine not in ("sglang", "local") and not config.engine.startswith("http"):
         raise UserError(f"--engine must be sglang, local or URLs of servers, not {config.engine}")
     if config.processes < 0 or not 0 <= config.gpu_gb < math.inf:
