@@ -201,7 +201,6 @@ def test_probes_keep_nothing_that_other_ranks_could_not_have():
 
 
 # ---- Sabotage --------------------------------------------------------------------------------------------
-TENSOR = "model.layers.1.mlp.up_proj.weight"
 LR = 1e-4
 
 
@@ -217,7 +216,7 @@ class Saboteur:
         self.engine = self.trainer.engine
         self.push = self.engine.push
         self.generate = self.engine.generate
-        self.base = self.weights()
+        self.base = dict(sum(self.weights(), []))
         self.engine.sleep()
         self.trainer.publish()
 
@@ -236,7 +235,15 @@ class Saboteur:
         self.engine.sleep()
         gate_file.SHARE = 1e9
         self.trainer.publish()
-        self.before = self.weights()
+        self.before = dict(sum(self.weights(), []))
+
+    def stale(self, name, weight):
+        """The weight of before the step."""
+        return self.before[name]
+
+    def initial(self, name, weight):
+        """The weight of before the run."""
+        return self.base[name]
 
     def attempt(self, action) -> str:
         """The UserError that an action raises, or ""."""
@@ -247,13 +254,14 @@ class Saboteur:
             return str(error)
 
     def break_push(self, change, times: int = 99):
-        """From now on so many pushes bring change(self, buckets)."""
+        """From now on so many pushes bring change(name, weight), or nothing where it is None."""
         left = [times]
 
         def push(buckets):
             left[0] -= 1
-            changed = change(self, list(buckets)) if left[0] >= 0 else buckets
-            self.push([list(bucket) for bucket in changed])  # SGLangEngine empties the lists it has sent
+            bring = change if left[0] >= 0 else honest
+            changed = [[(name, bring(name, weight)) for name, weight in bucket] for bucket in buckets]
+            self.push([[pair for pair in bucket if pair[1] is not None] for bucket in changed])
 
         self.engine.push = push
 
@@ -297,12 +305,6 @@ class Saboteur:
         sabotage(*arguments)
         return self.step_without_learning()
 
-    def probed_with(self, change) -> str:
-        """What the probe after a step finds with other answers."""
-        self.repair()
-        self.break_answers(change)
-        return self.attempt(self.trainer.step)
-
     def at_start(self, sabotage=lambda: None, *arguments) -> str:
         """What the first probe finds."""
         self.repair()
@@ -334,32 +336,24 @@ def rewards_that_differ(sample: Sample) -> float:
     return float(sample.key[1] % 3)
 
 
-def honest(saboteur, buckets):
-    return buckets
+def honest(name, weight):
+    return weight
 
 
-def stale(saboteur, buckets):
-    return saboteur.before
+def halved(name, weight):
+    return weight * (0.5 if name == "model.layers.1.mlp.up_proj.weight" else 1)
 
 
-def base(saboteur, buckets):
-    return saboteur.base
+def dropped(name, weight):
+    return None if name == "model.embed_tokens.weight" else weight
 
 
-def halved(saboteur, buckets):
-    return [[(name, w * (0.5 if name == TENSOR else 1)) for name, w in bucket] for bucket in buckets]
+def doubled(name, weight):
+    return 2 * weight
 
 
-def dropped(saboteur, buckets):
-    return [[(name, w) for name, w in bucket if name != "model.embed_tokens.weight"] for bucket in buckets]
-
-
-def other_model(saboteur, buckets):
-    return [[(name, 2 * w) for name, w in bucket] for bucket in buckets]
-
-
-def rounded(saboteur, buckets):
-    return [[(name, w.bfloat16().to(w.dtype)) for name, w in bucket] for bucket in buckets]
+def rounded(name, weight):
+    return weight.bfloat16().to(weight.dtype)
 
 
 def later_tokens(ids, logprobs, *rest):
@@ -396,33 +390,36 @@ def sabotage_everything(folder: Path, is_real: bool = False, **flags):
     s = Saboteur(folder, **flags)
     cured = "(a second push cures it)"
     not_cured = "(a second push does not cure it)"
-
-    def unsure(found: str) -> str:
-        """The real SGLang repeats answers only up to the last bits: weights of between two probes look damaged."""
-        return found.replace("damaged weights", "stale weights: the actor has learned") if is_real else found
-
+    twice = ("stale weights", not_cured)
+    tiny = ("stale weights: the actor has learned",)
     check("nothing, probed", s.after_push(honest))
     check("nothing, not probed", s.after_rollout(honest))
-    check("push skipped once, probed", s.after_push(stale, times=1), "stale weights", cured)
-    check("push skipped twice, probed", unsure(s.after_push(stale)), "stale weights")
-    check("push of a tiny step skipped, probed", unsure(s.after_push(stale, lr=2e-6)), "stale weights")
-    check("push skipped once", s.after_rollout(stale, times=1), "stale weights: the last push", cured)
-    check("push skipped twice", s.after_rollout(stale), "stale weights", not_cured)
+    check("push skipped once, probed", s.after_push(s.stale, times=1), "stale weights", cured)
+    found = [s.after_push(s.stale), s.after_push(s.stale, lr=2e-6)]
+    if is_real:  # its answers repeat only up to the last bits: weights from between two probes look damaged
+        found = [said.replace("damaged weights", "stale weights") for said in found]
+        twice = tiny = ("stale weights",)
+    check("push skipped twice, probed", found[0], *twice)
+    check("push of a tiny step skipped, probed", found[1], *tiny)
+    check("push skipped once", s.after_rollout(s.stale, times=1), "stale weights: the last push", cured)
+    check("push skipped twice", s.after_rollout(s.stale), "stale weights", not_cured)
     check("halved tensor, probed", s.after_push(halved), "damaged weights", "ties its head", not_cured)
     check("halved tensor", s.after_rollout(halved), "damaged weights", not_cured)
     check("halved tensor, once", s.after_push(halved, times=1), "stale or damaged weights", cured)
     # SGLang samples without a seed: tokens that happen to be certain hide what a smaller step changes.
     check("dropped tensor", s.after_rollout(dropped, lr=10 * LR), "damaged weights", not_cured)
-    check("base weights, probed", s.after_push(base), "base weights", not_cured)
-    check("base weights", s.after_rollout(base), "base weights", not_cured)
+    check("base weights, probed", s.after_push(s.initial), "base weights", not_cured)
+    check("base weights", s.after_rollout(s.initial), "base weights", not_cured)
     hot = "temperature: the engine seems to sample at 0.7, and --temperature is 1.0"
     check("temperature", s.while_sampling(s.heat), hot)
     late = "a difference in later tokens only"
     check("later tokens", s.while_sampling(s.break_answers, later_tokens), late)
     old = ("stale weights: after push", "the engine reports those of push")
-    check("old versions, probed", s.probed_with(old_versions), *old)
+    s.repair()
+    s.break_answers(old_versions)
+    check("old versions, probed", s.attempt(s.trainer.step), *old)
     check("temperature at the start", s.at_start(s.heat), hot)
-    check("another model at the start", s.at_start(s.break_push, other_model), "another model")
+    check("another model at the start", s.at_start(s.break_push, doubled), "another model")
     check("dtype at the start", s.at_start(s.break_push, rounded), "dtype")
     no_tokens = "ValueError: the engine returned no tokens, or log-probs that are missing"
     check("no numbers at the start", s.at_start(s.break_answers, no_numbers), no_tokens)
