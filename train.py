@@ -17,8 +17,8 @@ Part III is the loop: start there. Part I is the algorithm; edit `__getitem__` a
 for a task of your own. Part II is the machine: skip it on a first reading.
 Sizes: B samples, G completions per prompt, T tokens, t of a part, N trained, H hidden size, V vocabulary.
 Files in the folder extras/ wrap the Trainer and add flags (parse_flags reads this): checkpoint.py --resume
---save_every, checks.py --max_failures, compile.py --compile, dither.py --dither, gate.py --gate,
-lr_schedule.py --lr_schedule, monitor.py --token_groups, offload.py --offload, reward_workers.py
+--save_every, checks.py --max_failures, compile.py --compile, details.py --token_groups, dither.py --dither,
+gate.py --gate, lr_schedule.py --lr_schedule, offload.py --offload, reward_workers.py
 --reward_workers, turns.py --max_turns, updates.py --updates_per_step, variants.py --normalize_std
 --aggregation --kl_coef --entropy_coef --tis_cap, wandb_log.py --wandb, watchdog.py --engine_timeout.
 """

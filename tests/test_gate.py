@@ -3,7 +3,6 @@
 import asyncio
 import json
 import pickle
-import re
 import sys
 import threading
 from pathlib import Path
@@ -18,23 +17,31 @@ from transformers import AutoTokenizer
 
 import train
 from extras import gate as gate_file
+from extras import local_engine
 from extras.embedded import FILE
-from extras.gate import Budget, Gate, Scores, extend
-from extras.local_engine import LocalEngine
+from extras.gate import Gate, Scores, extend
+from extras.sglang_cpu import ARGUMENTS
 from tests import fake_sglang
 from tests.conftest import HERE, Config, alone, run
 from train import Sample, UserError
 
 
 # ---- By hand ---------------------------------------------------------------------------------------------
-def make_gate(play=None, score=None, push_again=lambda: None, tied=False, **flags) -> Gate:
+def make_gate(samples=(), scores=None, **flags) -> Gate:
+    """A gate whose probes have these samples and scores."""
+    model = SimpleNamespace(config=SimpleNamespace(tie_word_embeddings=True))
     config = Config(device="cpu", **{"dtype": "float32"} | flags)
-    return Gate(config, tied, play, score, push_again)
+    engine = SimpleNamespace(version=3)
+    gate = Gate(SimpleNamespace(config=config, engine=engine, actor=SimpleNamespace(model=model)), None)
+    gate.play = lambda *_: samples
+    gate.score = lambda *_: scores
+    return gate
 
 
 def scores(engine: float, actor: float, ids: int = 0) -> Scores:
     """Four tokens, to each of which a side gives the same log-prob."""
-    return Scores(torch.full((4,), ids), torch.full((4,), float(engine)), torch.full((4,), float(actor)))
+    numbers = [torch.full((4,), float(number)) for number in (engine, actor, 0)]
+    return Scores(torch.full((4,), ids), *numbers)
 
 
 FIRST = scores(-1, -1)
@@ -62,7 +69,7 @@ LAST = scores(-2, -2)
     ],
 )
 def test_the_cause_of_wrong_weights(dtype, first, last, now, cause):
-    gate = make_gate(dtype=dtype, tied=True)
+    gate = make_gate(dtype=dtype)
     gate.first = first
     gate.last = last
     found = gate.weights_cause(now)
@@ -77,10 +84,14 @@ def drawn(ids, logprobs, versions=0) -> Sample:
     return sample
 
 
-@pytest.mark.parametrize("cut, is_caught", [(1.0, False), (0.8, True)])
-def test_the_tail_is_missed(mesh, cut, is_caught):
-    """Draws from known logits with a long tail; with a nucleus the log-probs stay those of the whole."""
-    logits = 8 * 0.9 ** torch.arange(300.0)
+LONG_TAIL = 8 * 0.9 ** torch.arange(300.0)
+RARE_TAIL = torch.cat([torch.tensor([10.0]), torch.zeros(99999)])
+
+
+@pytest.mark.parametrize("logits", [LONG_TAIL, 12 * LONG_TAIL, RARE_TAIL], ids=["long", "certain", "rare"])
+@pytest.mark.parametrize("cut, is_caught", [(1.0, False), (0.9, True)])
+def test_the_tail_is_missed(mesh, logits, cut, is_caught):
+    """Draws from known logits; with a nucleus the log-probs stay those of the whole."""
     for seed in range(10):
         generator = torch.Generator().manual_seed(seed)
 
@@ -90,12 +101,19 @@ def test_the_tail_is_missed(mesh, cut, is_caught):
             ids = torch.multinomial(kept, len(rows), replacement=True, generator=generator).tolist()
             return [drawn([i], p[i].log().item()) for i in ids]
 
-        _, cause = make_gate(play).tail_cause()
+        def score(samples, temperature):
+            entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
+            return SimpleNamespace(entropy=entropy)
+
+        gate = make_gate()
+        gate.play = play
+        gate.score = score
+        _, cause = gate.tail_cause()
         assert bool(cause) == is_caught and ("top_p" in cause) == is_caught
 
 
 def test_the_gate_may_warn(mesh, capsys):
-    gate = make_gate(lambda *_: [], lambda *_: vars(scores(-1.5, -2)).values(), gate="warn")
+    gate = make_gate(scores=scores(-1.5, -2), gate="warn")
     gate.first = scores(-1, -1)
     gate.last = scores(-1, -2)
     assert gate.check_weights() == 0.5
@@ -104,7 +122,6 @@ def test_the_gate_may_warn(mesh, capsys):
 
 def test_the_gate_believes_the_engine_when_it_reports_old_weights():
     gate = make_gate()
-    gate.pushes = 3
     assert gate.version_cause([drawn([1, 2], [-1, -1], [3, 3])]) == ""
     found = gate.version_cause([drawn([1, 2], [-1, -1], [2, 3])])
     assert "after push 3 the engine reports those of push 2" in found
@@ -113,48 +130,77 @@ def test_the_gate_believes_the_engine_when_it_reports_old_weights():
 def test_a_failed_turn_is_named(mesh):
     failed = drawn([], [])
     failed.failure = "ValueError: no tokens"
-    gate = make_gate(lambda *_: [failed], lambda *_: vars(scores(-1, -1)).values())
-    with pytest.raises(
-        UserError, match="--gate: .*Likely cause: ValueError: no tokens.* --gate warn continues"
-    ):
-        gate.check_weights()
+    said = "--gate: .*Likely cause: ValueError: no tokens.* --gate warn continues"
+    with pytest.raises(UserError, match=said):
+        make_gate([failed], scores(-1, -1)).check_weights()
 
 
-def test_probes_stay_below_their_share_of_the_steps(mesh, monkeypatch):
+class Bare:
+    """What a gate wraps, with nothing to train."""
+
+    def __init__(self, config):
+        self.config = config
+        self.pushes = 0
+
+    def publish(self):
+        self.pushes += 1
+
+
+def test_probes_stay_below_their_share_of_the_run(mesh, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(gate_file, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    budget = Budget()
-    budget.cost = 1.0
+    trainer = extend(Bare)(Config(device="cpu", dtype="float32"))
     probed = []
-    for step in range(100):
-        budget.began = now[0]
+
+    def check_weights():
+        probed.append(trainer.pushes - 1)
+        trainer.gate.first = LAST
+        now[0] += 1
+        return 0.0
+
+    trainer.gate.check_weights = check_weights
+    trainer.gate.check_sampling = lambda: None
+    for _ in range(100):
+        trainer.publish()
         now[0] += 10
-        if budget.allows():
-            budget.probes += budget.cost
-            probed.append(step)
-        budget.steps += now[0] - budget.began
-    # A probe takes a tenth of a step: 5 % are reached after every second step.
-    assert probed == list(range(1, 100, 2))
-    assert budget.probes == 0.05 * budget.steps
+    # A probe takes a tenth of a step, so one after about every second step is allowed.
+    assert probed[:4] == [0, 2, 4, 6] and len(probed) > 48
+    assert trainer.spent == len(probed) - 1 <= 0.05 * now[0]
+
+
+def test_without_a_gate_nothing_is_probed(mesh, capsys):
+    for mode, printed in (("off", ""), ("warn", "disagree by 5.0e-01")):
+        trainer = extend(Bare)(Config(device="cpu", dtype="float32", gate=mode))
+        trainer.check_engine(0.5)
+        assert printed in (out := capsys.readouterr().out) and bool(out) == bool(printed)
+        trainer.check_engine(1e-5)
+        assert capsys.readouterr().out == ""
+    trainer.config.gate = "off"
+    trainer.publish()
+    assert trainer.pushes == 1 and trainer.gate.first is None
 
 
 def test_probes_keep_nothing_that_other_ranks_could_not_have():
     """With --tp_size 2 their samples are pickled: a row or state may hold what cannot be."""
-    answer = ([5], [-1.0], 1, False)
 
     async def generate(*arguments):
-        return answer
+        return [5], [-1.0], 1, False
 
-    engine = SimpleNamespace(generate=generate)
-    tokenizer = SimpleNamespace(decode=lambda ids, **options: "")
-    trainer = SimpleNamespace(engine=engine, tokenizer=tokenizer, config=Config(), data=[0])
-    sample = train.Sample([], {"judge": lambda: 0}, state={"lock": threading.Lock()})
-    played = asyncio.run(gate_file.Probe(trainer).episode(sample, 3, 1.0, 4))
-    assert pickle.loads(pickle.dumps(played)).tokens["id"].tolist() == [5] and not played.failure
+    class Prompts(list):
+        def __getitem__(self, row):
+            return Sample([], {"judge": lambda: 0}, state={"lock": threading.Lock()})
+
+    tokenizer = SimpleNamespace(decode=lambda ids, **options: "", added_tokens_decoder={})
+    tokenizer.apply_chat_template = lambda *arguments, **options: [3]
+    trainer = SimpleNamespace(engine=SimpleNamespace(generate=generate), tokenizer=tokenizer)
+    trainer.config = Config(dtype="float32")
+    trainer.data = Prompts([0])
+    trainer.prompt_limit = 9
+    played = asyncio.run(Gate(trainer, None).episode(3, 0, 1.0, 4))
+    assert pickle.loads(pickle.dumps(played)).tokens["id"].tolist() == [3, 5] and not played.failure
 
 
 # ---- Sabotage --------------------------------------------------------------------------------------------
-TENSOR = "model.layers.1.mlp.up_proj.weight"
 LR = 1e-4
 
 
@@ -162,21 +208,15 @@ class Saboteur:
     """A whole trainer whose engine is broken in one way at a time."""
 
     def __init__(self, folder, **flags):
-        from extras import monitor
-
-        mesh = alone()
-        train.init_distributed = lambda config: mesh
         embedded = json.loads(FILE.read_text().replace("ASSETS", str(FILE.parent)))
         small = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "warmup_steps": 0, "lr": LR}
         small |= {"eval_every": 0, "eval_data": "", "updates_per_step": 1, "output_dir": str(folder / "run")}
         config = Config(**embedded | small | {"device": "cpu", "dtype": "float32"} | flags)
-        trainer_class = extend(monitor.extend(train.Trainer))
-        reward_fn = rewards_that_differ
-        self.trainer = trainer_class(config, train.RLDataset, reward_fn, None)
+        self.trainer = extend(train.Trainer)(config, train.RLDataset, rewards_that_differ, None)
         self.engine = self.trainer.engine
         self.push = self.engine.push
         self.generate = self.engine.generate
-        self.base = self.weights()
+        self.base = dict(sum(self.weights(), []))
         self.engine.sleep()
         self.trainer.publish()
 
@@ -195,6 +235,15 @@ class Saboteur:
         self.engine.sleep()
         gate_file.SHARE = 1e9
         self.trainer.publish()
+        self.before = dict(sum(self.weights(), []))
+
+    def stale(self, name, weight):
+        """The weight of before the step."""
+        return self.before[name]
+
+    def initial(self, name, weight):
+        """The weight of before the run."""
+        return self.base[name]
 
     def attempt(self, action) -> str:
         """The UserError that an action raises, or ""."""
@@ -204,28 +253,41 @@ class Saboteur:
         except UserError as error:
             return str(error)
 
-    def break_push(self, change, times: int):
-        """From now on so many pushes bring change(buckets)."""
+    def break_push(self, change, times: int = 99):
+        """From now on so many pushes bring change(name, weight), or nothing where it is None."""
         left = [times]
 
         def push(buckets):
             left[0] -= 1
-            changed = change(list(buckets)) if left[0] >= 0 else buckets
-            self.push([list(bucket) for bucket in changed])  # SGLangEngine empties the lists it has sent
+            bring = change if left[0] >= 0 else honest
+            changed = [[(name, bring(name, weight)) for name, weight in bucket] for bucket in buckets]
+            self.push([[pair for pair in bucket if pair[1] is not None] for bucket in changed])
 
         self.engine.push = push
 
-    def after_push(self, change, times: int = 99, lr: float = LR) -> str:
+    def break_answers(self, change):
+        """From now on the engine answers change(ids, logprobs, version, truncated)."""
+
+        async def generate(*arguments):
+            return change(*await self.generate(*arguments))
+
+        self.engine.generate = generate
+
+    def heat(self):
+        """From now on the engine samples at 0.7 times the temperature."""
+        self.engine.generate = lambda ids, temperature, *rest: self.generate(ids, 0.7 * temperature, *rest)
+
+    def after_push(self, change, lr: float = LR, **times) -> str:
         """What a probe finds after a step whose push is broken."""
         self.repair(lr)
-        self.break_push(change, times)
+        self.break_push(change, **times)
         return self.attempt(self.trainer.step)
 
-    def after_rollout(self, change, times: int = 99, lr: float = LR) -> str:
+    def after_rollout(self, change, lr: float = LR, **times) -> str:
         """The same without probes after pushes: what is found before the next optimizer step."""
         self.repair(lr)
         gate_file.SHARE = 0.0
-        self.break_push(change, times)
+        self.break_push(change, **times)
         assert self.attempt(self.trainer.step) == ""
         return self.step_without_learning()
 
@@ -237,25 +299,16 @@ class Saboteur:
             assert not found or torch.equal(old, new)
         return found
 
-    def while_sampling(self, generate) -> str:
-        """What is found before the optimizer step when the rollout comes from another `generate`."""
+    def while_sampling(self, sabotage, *arguments) -> str:
+        """What is found before the optimizer step when the rollout is broken."""
         self.repair()
-        self.engine.generate = generate
+        sabotage(*arguments)
         return self.step_without_learning()
 
-    def probed_with(self, generate) -> str:
-        """What the probe after a step finds with another `generate`."""
-        self.repair()
-        self.engine.generate = generate
-        return self.attempt(self.trainer.step)
-
-    def at_start(self, change=None, generate=None) -> str:
+    def at_start(self, sabotage=lambda: None, *arguments) -> str:
         """What the first probe finds."""
         self.repair()
-        if change:
-            self.break_push(change, times=99)
-        if generate:
-            self.engine.generate = generate
+        sabotage(*arguments)
         self.trainer.gate.first = None
         self.trainer.gate.last = None
         self.engine.sleep()
@@ -263,25 +316,56 @@ class Saboteur:
         self.trainer.gate.first = self.trainer.gate.last  # whatever it was: later probes are not the first
         return found
 
+    def with_nucleus(self) -> str:
+        """What the first probe finds if top_p is 0.8."""
+        sglang = getattr(self.engine, "engine", None)
+        owner, name, changed = local_engine, "sample_tokens", nucleus
+        if sglang and not isinstance(sglang, StrictSGLang):
+            honest = sglang.async_generate
+            owner, name = sglang, "async_generate"
+
+            def changed(sampling_params, **others):
+                return honest(sampling_params=sampling_params | {"top_p": 0.8}, **others)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, changed)
+            return self.at_start()
+
 
 def rewards_that_differ(sample: Sample) -> float:
     return float(sample.key[1] % 3)
 
 
-def halved(buckets):
-    return [[(name, w * (0.5 if name == TENSOR else 1)) for name, w in bucket] for bucket in buckets]
+def honest(name, weight):
+    return weight
 
 
-def dropped(buckets):
-    return [[(name, w) for name, w in bucket if name != "model.embed_tokens.weight"] for bucket in buckets]
+def halved(name, weight):
+    return weight * (0.5 if name == "model.layers.1.mlp.up_proj.weight" else 1)
 
 
-def other_model(buckets):
-    return [[(name, 2 * w) for name, w in bucket] for bucket in buckets]
+def dropped(name, weight):
+    return None if name == "model.embed_tokens.weight" else weight
 
 
-def rounded(buckets):
-    return [[(name, w.bfloat16().to(w.dtype)) for name, w in bucket] for bucket in buckets]
+def doubled(name, weight):
+    return 2 * weight
+
+
+def rounded(name, weight):
+    return weight.bfloat16().to(weight.dtype)
+
+
+def later_tokens(ids, logprobs, *rest):
+    return ids, np.array(logprobs) - 0.5 * (np.arange(len(ids)) >= 8), *rest
+
+
+def old_versions(ids, logprobs, version, truncated):
+    return ids, logprobs, version - 1, truncated
+
+
+def no_numbers(ids, logprobs, *rest):
+    return ids, np.full(len(ids), np.nan), *rest
 
 
 def nucleus(logits, uniforms, temperature):
@@ -295,130 +379,53 @@ def nucleus(logits, uniforms, temperature):
     return ids, logprobs.gather(1, ids[:, None])[:, 0]
 
 
-def sabotage_everything(folder: Path, engine: str, sampler: str, **flags) -> dict[str, str]:
-    """Breaks one thing after another. Returns what the gate said of each. In the end `sampler` samples."""
-    saboteur = Saboteur(folder, engine=engine, **flags)
-    generate = saboteur.generate
+def check(name: str, found: str, *parts: str):
+    """What the gate says of a sabotage has these parts; without parts it must say nothing."""
+    assert found.startswith("--gate: ") if parts else not found, (name, found)
+    assert all(part in found for part in parts), (name, found)
 
-    def hot(ids, temperature, *rest):
-        return generate(ids, 0.7 * temperature, *rest)
 
-    async def later_tokens(ids, temperature, *rest):
-        new_ids, logprobs, *others = await generate(ids, temperature, *rest)
-        return new_ids, np.array(logprobs) - 0.5 * (np.arange(len(new_ids)) >= 8), *others
-
-    async def old_versions(ids, temperature, *rest):
-        new_ids, logprobs, version, truncated = await generate(ids, temperature, *rest)
-        return new_ids, logprobs, version - 1, truncated
-
-    async def no_numbers(ids, temperature, *rest):
-        new_ids, logprobs, *others = await generate(ids, temperature, *rest)
-        return new_ids, np.full(len(new_ids), np.nan), *others
-
-    def stale(buckets):  # the weights of before the step
-        return before
-
-    found = {}
-    found["nothing, probed"] = saboteur.after_push(list)
-    found["nothing, not probed"] = saboteur.after_rollout(list)
-    before = saboteur.weights()
-    found["push skipped once, probed"] = saboteur.after_push(stale, times=1)
-    before = saboteur.weights()
-    found["push skipped twice, probed"] = saboteur.after_push(stale)
-    before = saboteur.weights()
-    found["push of a tiny step skipped, probed"] = saboteur.after_push(stale, lr=2e-6)
-    before = saboteur.weights()
-    found["push skipped once"] = saboteur.after_rollout(stale, times=1)
-    before = saboteur.weights()
-    found["push skipped twice"] = saboteur.after_rollout(stale)
-    found["halved tensor, probed"] = saboteur.after_push(halved)
-    found["halved tensor"] = saboteur.after_rollout(halved)
-    found["halved tensor, once"] = saboteur.after_push(halved, times=1)
+def sabotage_everything(folder: Path, is_real: bool = False, **flags):
+    """Breaks one thing after another, and checks what the gate says of each."""
+    s = Saboteur(folder, **flags)
+    cured = "(a second push cures it)"
+    not_cured = "(a second push does not cure it)"
+    twice = ("stale weights", not_cured)
+    tiny = ("stale weights: the actor has learned",)
+    check("nothing, probed", s.after_push(honest))
+    check("nothing, not probed", s.after_rollout(honest))
+    check("push skipped once, probed", s.after_push(s.stale, times=1), "stale weights", cured)
+    found = [s.after_push(s.stale), s.after_push(s.stale, lr=2e-6)]
+    if is_real:  # its answers repeat only up to the last bits: weights from between two probes look damaged
+        found = [said.replace("damaged weights", "stale weights") for said in found]
+        twice = tiny = ("stale weights",)
+    check("push skipped twice, probed", found[0], *twice)
+    check("push of a tiny step skipped, probed", found[1], *tiny)
+    check("push skipped once", s.after_rollout(s.stale, times=1), "stale weights: the last push", cured)
+    check("push skipped twice", s.after_rollout(s.stale), "stale weights", not_cured)
+    check("halved tensor, probed", s.after_push(halved), "damaged weights", "ties its head", not_cured)
+    check("halved tensor", s.after_rollout(halved), "damaged weights", not_cured)
+    check("halved tensor, once", s.after_push(halved, times=1), "stale or damaged weights", cured)
     # SGLang samples without a seed: tokens that happen to be certain hide what a smaller step changes.
-    found["dropped tensor"] = saboteur.after_rollout(dropped, lr=10 * LR)
-    found["base weights, probed"] = saboteur.after_push(lambda buckets: saboteur.base)
-    found["base weights"] = saboteur.after_rollout(lambda buckets: saboteur.base)
-    found["temperature"] = saboteur.while_sampling(hot)
-    found["later tokens"] = saboteur.while_sampling(later_tokens)
-    found["old versions, probed"] = saboteur.probed_with(old_versions)
-    found["temperature at the start"] = saboteur.at_start(generate=hot)
-    found["another model at the start"] = saboteur.at_start(other_model)
-    found["dtype at the start"] = saboteur.at_start(rounded)
-    found["no numbers at the start"] = saboteur.at_start(generate=no_numbers)
-    found["nucleus at the start"] = saboteur.at_start(generate=with_nucleus(saboteur, sampler))
-    found["repaired"] = saboteur.at_start()
-    saboteur.engine.close()
-    return found
-
-
-def with_nucleus(saboteur: Saboteur, sampler: str):
-    """generate with top_p 0.8."""
-    if sampler == "local":
-        from extras import local_engine
-
-        honest = local_engine.sample_tokens
-
-        async def generate(*arguments):
-            local_engine.sample_tokens = nucleus
-            found = await saboteur.generate(*arguments)
-            local_engine.sample_tokens = honest
-            return found
-
-        return generate
-    sglang = saboteur.engine.engine
-    async_generate = sglang.async_generate
-
-    async def generate(*arguments):
-        sglang.async_generate = lambda sampling_params, **others: async_generate(
-            sampling_params=sampling_params | {"top_p": 0.8}, **others
-        )
-        found = await saboteur.generate(*arguments)
-        sglang.async_generate = async_generate
-        return found
-
-    return generate
-
-
-SABOTAGE = {
-    "nothing, probed": "",
-    "nothing, not probed": "",
-    "push skipped once, probed": "stale weights.*(a second push cures it)",
-    "push skipped twice, probed": "stale weights.*(a second push does not cure it)",
-    "push of a tiny step skipped, probed": "stale weights: the actor has learned",
-    "push skipped once": "stale weights: the last push did not reach the engine (a second push cures it)",
-    "push skipped twice": "stale weights.*(a second push does not cure it)",
-    "halved tensor, probed": "damaged weights.*ties its head.*(a second push does not cure it)",
-    "halved tensor": "damaged weights.*(a second push does not cure it)",
-    "halved tensor, once": "stale or damaged weights.*(a second push cures it)",
-    "dropped tensor": "damaged weights.*(a second push does not cure it)",
-    "base weights, probed": "base weights.*(a second push does not cure it)",
-    "base weights": "base weights.*(a second push does not cure it)",
-    "temperature": "temperature: the engine seems to sample at 0.7, and --temperature is 1.0",
-    "later tokens": "a difference in later tokens only",
-    "old versions, probed": "stale weights: after push .* the engine reports those of push",
-    "temperature at the start": "temperature: the engine seems to sample at 0.7,",
-    "another model at the start": "another model",
-    "dtype at the start": "dtype",
-    "no numbers at the start": "ValueError: the engine returned no tokens, or log-probs that are missing",
-    "nucleus at the start": "top_p, top_k or min_p",
-    "repaired": "",
-}
-
-
-# SGLang repeats answers only up to the last bits: weights from between two probes look damaged to the gate.
-STALE_OR_DAMAGED = ("push skipped twice, probed", "push of a tiny step skipped, probed")
-
-
-def check_found(found: dict[str, str], engine: str):
-    assert found.keys() == SABOTAGE.keys()
-    for case, cause in SABOTAGE.items():
-        if engine == "sglang" and case in STALE_OR_DAMAGED:
-            assert re.search("(stale|damaged) weights", found[case]), (case, found[case])
-            continue
-        parts = cause.split(".*")
-        assert bool(cause) == bool(found[case]), (case, found[case])
-        assert all(part in found[case] for part in parts), (case, found[case])
-        assert not cause or found[case].startswith("--gate: "), (case, found[case])
+    check("dropped tensor", s.after_rollout(dropped, lr=10 * LR), "damaged weights", not_cured)
+    check("base weights, probed", s.after_push(s.initial), "base weights", not_cured)
+    check("base weights", s.after_rollout(s.initial), "base weights", not_cured)
+    hot = "temperature: the engine seems to sample at 0.7, and --temperature is 1.0"
+    check("temperature", s.while_sampling(s.heat), hot)
+    late = "a difference in later tokens only"
+    check("later tokens", s.while_sampling(s.break_answers, later_tokens), late)
+    old = ("stale weights: after push", "the engine reports those of push")
+    s.repair()
+    s.break_answers(old_versions)
+    check("old versions, probed", s.attempt(s.trainer.step), *old)
+    check("temperature at the start", s.at_start(s.heat), hot)
+    check("another model at the start", s.at_start(s.break_push, doubled), "another model")
+    check("dtype at the start", s.at_start(s.break_push, rounded), "dtype")
+    no_tokens = "ValueError: the engine returned no tokens, or log-probs that are missing"
+    check("no numbers at the start", s.at_start(s.break_answers, no_numbers), no_tokens)
+    check("nucleus at the start", s.with_nucleus(), "top_p, top_k or min_p")
+    check("repaired", s.at_start())
+    s.engine.close()
 
 
 class StrictSGLang(fake_sglang.FakeEngine):
@@ -428,7 +435,7 @@ class StrictSGLang(fake_sglang.FakeEngine):
         super().__init__(**options)
         path = options["model_path"]
         config = Config(device=options["device"], dtype=options["dtype"])
-        self.inner = LocalEngine(path, AutoTokenizer.from_pretrained(path), alone(), config)
+        self.inner = local_engine.LocalEngine(path, AutoTokenizer.from_pretrained(path), alone(), config)
         self.loop = self.inner.loop
 
     def load(self, payload: dict):
@@ -450,13 +457,12 @@ class StrictSGLang(fake_sglang.FakeEngine):
 
 @pytest.mark.parametrize("engine", ["local", "sglang"])  # the latter of StrictSGLang
 def test_every_sabotage_is_caught_before_it_is_learned_and_named(tmp_path, monkeypatch, mesh, engine):
-    monkeypatch.setattr(train, "init_distributed", train.init_distributed)  # Saboteur replaces it
-    monkeypatch.setattr(gate_file, "SHARE", 0.05)
+    monkeypatch.setattr(train, "init_distributed", lambda config: mesh)
+    monkeypatch.setattr(gate_file, "SHARE", 0.05)  # Saboteur changes it
     fake_sglang.install(monkeypatch, StrictSGLang)
     sharing = torch.multiprocessing.get_sharing_strategy()
-    found = sabotage_everything(tmp_path, engine, "local")
+    sabotage_everything(tmp_path, engine=engine)
     torch.multiprocessing.set_sharing_strategy(sharing)
-    check_found(found, "local")
 
 
 @pytest.mark.sglang
@@ -464,40 +470,8 @@ def test_every_sabotage_of_sglang_is_caught_and_named(tmp_path):
     stubs = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{HERE}:{HERE / '.ci/sglang_cpu'}"}
     done = run("tests/test_gate.py", tmp_path, **stubs)
     assert done.returncode == 0, done.stderr[-3000:]
-    check_found(json.loads((tmp_path / "found.json").read_text()), "sglang")
-
-
-def test_without_a_gate_nothing_is_probed(tmp_path, monkeypatch, mesh, capsys):
-    class Base:
-        def __init__(self, config):
-            self.config = config
-            model = SimpleNamespace(config=SimpleNamespace(tie_word_embeddings=True))
-            self.actor = SimpleNamespace(model=model)
-
-        def publish(self):
-            pass
-
-    for mode, printed in (("off", ""), ("warn", "disagree by 5.0e-01")):
-        trainer = extend(Base)(Config(device="cpu", dtype="float32", gate=mode))
-        trainer.check_engine(0.5)
-        assert printed in (out := capsys.readouterr().out) and bool(out) == bool(printed)
-        trainer.check_engine(1e-5)
-        assert capsys.readouterr().out == ""
-    trainer.config.gate = "off"
-    trainer.publish()
-    assert trainer.gate.pushes == 1 and trainer.gate.first is None
 
 
 if __name__ == "__main__":
-    SGLANG_ARGS = {  # what runs without CUDA kernels
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-        "disable_cuda_graph": True,
-        "max_total_tokens": 32768,
-        "sleep_on_idle": True,
-        "mem_fraction_static": 0.3,
-    }
-    output = Path(sys.argv[1])
-    results = sabotage_everything(output, "sglang", "sglang", sglang_args=json.dumps(SGLANG_ARGS))
-    (output / "found.json").write_text(json.dumps(results))
+    arguments = json.dumps(ARGUMENTS | {"mem_fraction_static": 0.3})
+    sabotage_everything(Path(sys.argv[1]), is_real=True, engine="sglang", sglang_args=arguments)

@@ -8,39 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from extras.local_engine import LocalEngine, sample_tokens
-
-TINY = Path(__file__).parent.parent / "assets/tiny"
-VOCAB = 512
-torch.set_num_threads(1)  # on busy cores more can stall for seconds
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(TINY)
-
-
-def random_model(folder: Path, tied: bool = True, kind=(Qwen3Config, Qwen3ForCausalLM), **options) -> Path:
-    """A small random model in a folder. Norms and biases are perturbed, so that errors in them show."""
-    config_class, model_class = kind
-    torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    model = model_class(config_class(**sizes, tie_word_embeddings=tied, **options))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return folder
+from tests.conftest import VOCAB, plain_logprobs, random_model
+from train import Sample
 
 
 def make_engine(folder: Path, tokenizer, max_new_tokens: int = 24, tp=(0, 1)) -> LocalEngine:
@@ -61,14 +33,6 @@ def sample(engine: LocalEngine, requests: list, temperature: float = 1.0, **opti
     return engine.loop.run_until_complete(all_of_them())
 
 
-def plain_logprobs(model, prompt: list[int], ids, temperature: float, vocab_size: int) -> torch.Tensor:
-    """Log-probs [t] of ids [t] after a prompt, in the plainest way: one sequence, all logits."""
-    whole = torch.tensor([*prompt, *ids])
-    logits = model(whole[None]).logits[0, :-1, :vocab_size].float() / temperature
-    logprobs = torch.log_softmax(logits, -1).gather(1, whole[1:, None])[:, 0]
-    return logprobs[len(prompt) - 1 :]
-
-
 def test_sample_tokens_inverts_the_distribution_function():
     logits = torch.tensor([0.2, 0.0, 0.3, 0.5]).log().repeat(6, 1)  # the function's steps: 0.2, 0.2, 0.5, 1
     uniforms = torch.tensor([0.0, 0.19, 0.21, 0.49, 0.51, 1 - 2**-24])
@@ -83,8 +47,9 @@ def test_sample_tokens_inverts_the_distribution_function():
 
 
 def test_engine_agrees_with_transformers_and_with_itself(tmp_path, tokenizer):
-    folder = random_model(tmp_path, head_dim=8)
+    folder = random_model(tmp_path)
     engine = make_engine(folder, tokenizer)
+    engine.vocab_size = VOCAB  # as plain_logprobs has it
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompts = [[5, 6, 7], [9] * 11, [5, 6, 7], [100, 200]]
     together = sample(engine, list(zip(prompts, range(4))), 0.7)
@@ -93,13 +58,16 @@ def test_engine_agrees_with_transformers_and_with_itself(tmp_path, tokenizer):
         assert alone[0].tolist() == together[seed][0].tolist()
     assert together[0][0].tolist() != together[2][0].tolist()  # another seed, another completion
     for prompt, (ids, logprobs, version, truncated) in zip(prompts, together):
-        expected = plain_logprobs(model, prompt, ids, 0.7, len(tokenizer))
+        whole = Sample([], {})
+        whole.append(prompt)
+        whole.append(ids, mask=1)
+        expected = plain_logprobs(model, whole, 0.7)
         torch.testing.assert_close(torch.from_numpy(logprobs), expected, rtol=0, atol=1e-4)
         assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
         assert truncated is (ids[-1] != tokenizer.eos_token_id).item() and (not truncated or len(ids) == 24)
         assert version == 0  # nothing was pushed yet
     greedy, *_ = sample(engine, [(prompts[1], 0)], 0.0)[0]
-    beyond = list(range(len(tokenizer), VOCAB))
+    beyond = list(range(VOCAB, model.config.vocab_size))
     options = {"do_sample": False, "eos_token_id": tokenizer.eos_token_id, "suppress_tokens": beyond}
     expected = model.generate(torch.tensor([prompts[1]]), max_new_tokens=24, **options)
     assert greedy.tolist() == expected[0, 11:].tolist()
@@ -111,7 +79,7 @@ def test_engine_never_samples_beyond_the_vocabulary_and_returns_the_stop_id(tmp_
         engine.model.lm_head.weight[len(tokenizer) :] = 100 * engine.model.lm_head.weight[:1]
     answers = sample(engine, [([1, 2, 3], seed) for seed in range(40)])
     sampled = np.concatenate([ids for ids, *_ in answers])
-    assert len(tokenizer) < VOCAB and sampled.max() < len(tokenizer)
+    assert len(tokenizer) < engine.model.config.vocab_size and sampled.max() < len(tokenizer)
     with torch.no_grad():  # a head of zeros except for EOS, which is then all but certain
         engine.model.lm_head.weight.zero_()
         states = engine.model.model(torch.tensor([[1, 2, 3]])).last_hidden_state[0, -1]
@@ -170,7 +138,7 @@ def test_engine_keeps_no_graph(tmp_path, tokenizer):
 
 
 def test_an_error_reaches_everyone_who_waits(tmp_path, tokenizer):
-    folder = random_model(tmp_path, kind=(Qwen2Config, Qwen2ForCausalLM))
+    folder = random_model(tmp_path, "qwen2")
     engine = make_engine(folder, tokenizer, max_new_tokens=4)
     with pytest.raises(IndexError):
         sample(engine, [([1, 99999], 0), ([1, 2], 1)])  # an id that the embedding lacks

@@ -6,17 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from extras.variants import set_weights
-from tests.conftest import Config, VariantTrainer, make_trainer, random_model, some_samples
-from train import Sample
+from extras import variants
+from tests.conftest import Config, VariantTrainer, some_samples
+from train import Sample, Trainer, UserError
 
 
 def loss_of_one(ratio=1.0, entropy=0.0, ref=-1.0, engine=-1.0, **flags):
     """Loss, gradients and statistics of a token of weight 1 and advantage 1, whose old log-prob is -1."""
     logprobs = torch.tensor([-1 + math.log(ratio)], requires_grad=True)
     entropies = torch.full((1,), entropy, requires_grad=True)
-    batch = SimpleNamespace(advantages=torch.ones(1), weights=torch.ones(1))
-    batch.old_logprobs, batch.engine_logprobs = torch.tensor([-1.0]), torch.tensor([engine])
+    batch = SimpleNamespace(advantages=torch.ones(1), weights=torch.ones(1), old_logprobs=-torch.ones(1))
+    batch.engine_logprobs = torch.tensor([engine])
     batch.ref_logprobs = torch.tensor([ref])
     trainer = object.__new__(VariantTrainer)
     trainer.config = Config(**flags)
@@ -68,27 +68,16 @@ def test_weights_by_hand(aggregation, first, second):
     for mask in ([0, 1, 0, 1], [0, 1]):
         samples.append(Sample([], {}))
         samples[-1].append(range(len(mask)), mask=mask)
-    set_weights(samples, Config(aggregation=aggregation, max_new_tokens=8), 4.0, 10.0)
+    variants.set_weights(samples, Config(aggregation=aggregation, max_new_tokens=8), 4.0, 10.0)
     assert samples[0].tokens["weight"].tolist() == pytest.approx([0, first, 0, first])
     assert samples[1].tokens["weight"].tolist() == pytest.approx([0, second])
 
 
-@pytest.fixture
-def small(mesh, tmp_path):
-    """A function that makes a trainer with a random model, but without data, engine and log."""
-    folder = random_model(tmp_path / "small")
-
-    def make(**flags):
-        options = {"group_size": 2, "device": "cpu", "max_new_tokens": 8, "model": str(folder)}
-        return make_trainer(Config(**options | flags), mesh)
-
-    return make
-
-
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_micro_batches_have_the_weights_of_the_aggregation(small, aggregation):
-    trainer, samples = small(aggregation=aggregation, tokens_per_micro_batch=40), some_samples()
-    batches = [*trainer.micro_batches(samples)]
+    trainer = small(aggregation=aggregation, tokens_per_micro_batch=40, max_new_tokens=8)
+    samples = some_samples()
+    batches = trainer.micro_batches(samples)
     tokens = [sample.tokens for sample in samples]
     trained = sum(part["mask"].sum() for part in tokens)
     expected = {"token": 1 / trained, "constant": 1 / 12 / 8}
@@ -100,7 +89,8 @@ def test_micro_batches_have_the_weights_of_the_aggregation(small, aggregation):
 
 
 def test_advantages_without_the_std(small):
-    trainer, samples = small(normalize_std=False), some_samples(groups=3)
+    trainer = small(normalize_std=False)
+    samples = some_samples(groups=3)
     for sample, reward in zip(samples, (1.0, 0.0, 5.0, 2.0, 0.1, 0.1)):
         sample.reward = reward
     trainer.compare(samples)
@@ -114,9 +104,6 @@ def test_advantages_without_the_std(small):
     + [({"aggregation": "token"}, "--aggregation has no effect here: .* micro_batches of its own")],
 )
 def test_what_a_recipe_does_itself_is_not_replaced(whole, flags, said):
-    from extras import variants
-    from train import Trainer, UserError
-
     class Recipe(Trainer):
         def compare(self, samples):
             raise NotImplementedError
@@ -129,9 +116,6 @@ def test_what_a_recipe_does_itself_is_not_replaced(whole, flags, said):
 
 
 def test_a_recipe_with_these_terms_gets_the_reference_alone(whole):
-    from extras import variants
-    from train import Trainer
-
     class Recipe(Trainer):
         has_variants = True
 

@@ -1,9 +1,10 @@
-"""Draw the curves of one or several runs in one picture.
+"""Draws curve.png at the end of a run. As a command, draws several runs in one picture:
 
-    python -m tools.curve RUN [RUN ...] [--output curve.png]
+    python -m extras.curve RUN [RUN ...] [--output curve.png]
 
 A RUN is the --output_dir of train.py. Panels: reward and evaluation, the metrics of the reward function,
 entropy, response length, the log-prob difference between engine and actor, and others that the run has.
+Without matplotlib a run draws nothing.
 """
 
 import argparse
@@ -23,26 +24,11 @@ PANELS = [
     ("KL to the reference model", "nats per token", ["kl"]),
     ("Critic", "value; explained variance", ["value", "explained_variance"]),
 ]
-NOT_SHOWN = {
-    "clip_fraction",
-    "eval_failures",
-    "failures",
-    "grad_norm",
-    "idle_rollout",
-    "idle_update",
-    "logprob_diff_exp",
-    "loss",
-    "lr",
-    "mfu",
-    "peak_gb",
-    "rollout_tokens_per_s",
-    "skipped",
-    "step",
-    "tokens",
-    "train_tokens_per_s",
-    "truncated",
-    "value_loss",
-}
+# Of other metrics these are never shown, nor those that begin with time_ or idle_.
+NOT_SHOWN = set(
+    "step clip_fraction eval_failures failures grad_norm loss mfu peak_gb rollout_tokens_per_s "
+    "skipped_prompts train_tokens_per_s truncated value_loss".split()
+)
 STYLES = ["-", "--", ":", "-."]
 
 
@@ -86,7 +72,7 @@ def panels_of(names: set[str]) -> list[tuple[str, str, list[str]]]:
     """The panels that these metrics fill: title, label of the y axis and metrics of each."""
     known = NOT_SHOWN.union(*(metrics for _, _, metrics in PANELS))
     pass_at_k = sorted(name for name in names if name.startswith("eval_pass@"))
-    others = sorted(name for name in names - known if not name.startswith(("time_", "eval_pass@")))
+    others = sorted(name for name in names - known if not name.startswith(("time_", "idle_", "eval_pass@")))
     extra = {"Reward": pass_at_k, "Metrics of the reward function": others}
     panels = []
     for title, label, metrics in PANELS:
@@ -94,6 +80,29 @@ def panels_of(names: set[str]) -> list[tuple[str, str, list[str]]]:
         if shown:
             panels.append((title, label, shown))
     return panels
+
+
+def draw_at_end(folder: Path):
+    """Draws curve.png of the run in `folder`; a run never fails because its curve cannot be drawn."""
+    try:
+        draw([folder], folder / "curve.png")
+    except ImportError:  # without matplotlib
+        pass
+    except Exception as error:
+        print(f"curve.png was not drawn: {type(error).__name__}: {error}", flush=True)
+
+
+def extend(trainer_class: type) -> type:
+    """A trainer that draws its curve."""
+    from train import RANK  # not above: the command needs no torch
+
+    class DrawingTrainer(trainer_class):
+        def fit(self):
+            super().fit()
+            if RANK == 0:
+                draw_at_end(self.folder)
+
+    return DrawingTrainer
 
 
 def main():
@@ -106,7 +115,7 @@ def main():
     try:
         draw(flags.runs, flags.output)
     except (ImportError, OSError) as error:
-        print(f"tools.curve: {error}", file=sys.stderr)
+        print(f"extras.curve: {error}", file=sys.stderr)
         sys.exit(2)
 
 
