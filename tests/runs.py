@@ -24,10 +24,12 @@ MEASURED = (  # metrics that begin like this depend on the clock; a probe of the
 EQUAL = {"metrics": 0, "samples": 0, "tensors": 0}
 
 
-def start(log: Path, *command, processes: int = 1, **environment) -> subprocess.Popen:
-    """Starts torchrun in a session of its own; a file gets what it says."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc_per_node={processes}", *map(str, command)]
+def start(log: Path, *command, processes: int = 0, **environment) -> subprocess.Popen:
+    """Starts python, or torchrun with so many processes, in a session of its own; a file gets its output."""
+    launcher = [sys.executable]
+    if processes:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    command = [*launcher, *map(str, command)]
     options = {"cwd": HERE, "env": ENVIRONMENT | environment, "start_new_session": True}
     with log.open("w") as file:
         return subprocess.Popen(command, **options, stdout=file, stderr=file)
