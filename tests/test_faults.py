@@ -235,7 +235,8 @@ def test_a_long_run_keeps_nothing(tmp_path):
 
 
 # ---- Servers ---------------------------------------------------------------------------------------------
-INFO = {"output_token_logprobs": [[-0.5, 7, None]], "completion_tokens": 1, "finish_reason": {"type": "stop"}}
+INFO = {"output_token_logprobs": [[-0.5, 7, None]], "completion_tokens": 1, "weight_version": "0"}
+INFO["finish_reason"] = {"type": "stop"}
 GOOD = json.dumps({"meta_info": INFO}).encode()
 BROKEN = {"an error": (500, GOOD), "no JSON": (200, b"<html>Bad gateway</html>"), "half": (200, GOOD[:40])}
 

@@ -128,5 +128,5 @@ def test_a_run_goes_on_without_its_server(tmp_path, fault):
     assert done.returncode == 0, done.stderr[-3000:]
     is_offline = f"logged in {tmp_path}/wandb, for `wandb sync`" in done.stdout
     assert is_offline == (fault != "it goes") and gone.is_set() == (fault == "it goes")
-    (log,) = (tmp_path / "wandb").glob("*run-*/*.wandb")
+    (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb" if is_offline else "run-*/*.wandb")
     assert log.read_bytes().count(b"loss") >= 3
