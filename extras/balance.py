@@ -2,7 +2,7 @@
 
 Groups stay on the rank that sampled them until their advantages are known. In an update all ranks wait for
 the one with the most tokens in every micro-batch: with eight groups per rank, a seventh to a third of the
-time (bench/idle.py). Between ranks of one machine a few samples are moved; the loss divides by global counts,
+time (bench/cost.py). Between ranks of one machine a few samples are moved; the loss divides by global counts,
 so gradients change only by their summation order. Load is not balanced across machines, nor across
 tensor-parallel groups that span machines. Without this file ranks keep what they sampled.
 """

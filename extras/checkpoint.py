@@ -7,13 +7,14 @@ RUN/checkpoint-STEP, and none of its files can execute code when loaded:
     state.json            step, place in the data, random states, lengths of the log files, flags of the run
     model/                the same weights as a Hugging Face folder
 
-It is written as RUN/partial and renamed once it is complete and synced to disk. It holds learners: objects
-with `parameters` {name: DTensor}, an AdamW `optimizer` over them and its `scheduler`. These are the actor,
-or, in a recipe with more of them, the dict `trainer.learners`.
+It is written as RUN/partial and renamed once it is complete and synced to disk. It holds every train.Actor
+among the trainer's attributes: the policy, and what a recipe trains beside it, for example a critic.
 """
 
+import argparse
 import asyncio
 import fcntl
+import functools
 import json
 import os
 import random
@@ -22,7 +23,6 @@ import signal
 import socket
 import sys
 import time
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tqdm import tqdm
 
 import train
-from train import UserError, flag
+from train import Actor, UserError, flag
 
 
 @dataclass
@@ -89,20 +89,13 @@ def find_checkpoint(resume: str, output_dir: str) -> Path | None:
     return found[-1] if found else None
 
 
-def find_flag(name: str, arguments: list[str]) -> str:
-    """The value of a flag on a command line, "" if it is not given; the last one wins, as in argparse."""
-    value = ""
-    for i, argument in enumerate(arguments):
-        if argument == f"--{name}":
-            value = "".join(arguments[i + 1 : i + 2])
-        elif argument.startswith(f"--{name}="):
-            value = argument.partition("=")[2]
-    return value
-
-
 def add_saved_flags(arguments: list[str]) -> list[str]:
     """The command line, preceded by the flags of the run that it resumes, so that flags given now win."""
-    checkpoint = find_checkpoint(find_flag("resume", arguments), find_flag("output_dir", arguments))
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--resume", "--output_dir"):
+        parser.add_argument(name, nargs="?", default="", const="")  # train.py refuses one without a value
+    given, _ = parser.parse_known_args(arguments)
+    checkpoint = find_checkpoint(given.resume, given.output_dir)
     saved = []
     for name, value in read_state(checkpoint)["flags"].items() if checkpoint else ():
         if isinstance(value, list):
@@ -204,12 +197,12 @@ def check_shared(folder: Path):
 
 
 # ---- What a checkpoint holds -----------------------------------------------------------------------------
-def learner_tensors(learners: dict) -> dict[str, torch.Tensor]:
-    """Weights and Adam's moments of all learners by name, as sharded; zeros before a first update."""
+def named_tensors(actors: dict[str, Actor]) -> dict[str, torch.Tensor]:
+    """Weights and Adam's moments of all actors by name, as sharded; zeros before a first update."""
     tensors = {}
-    for owner, learner in learners.items():
-        for name, weight in learner.parameters.items():
-            state = learner.optimizer.state[weight]
+    for owner, actor in actors.items():
+        for name, weight in actor.parameters.items():
+            state = actor.optimizer.state[weight]
             if not state:
                 state["step"] = torch.zeros((), device=weight.device)
                 state["exp_avg"] = torch.zeros_like(weight)
@@ -251,17 +244,6 @@ def read_state(checkpoint: Path) -> dict:
 
 
 # ---- Writing and loading ---------------------------------------------------------------------------------
-@contextmanager
-def writing(folder: Path):
-    """Turns a failure to write a folder into a UserError, and removes the folder."""
-    try:
-        yield
-    except DAMAGE as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        message = f"{folder} could not be written: {reason(error)}. Earlier checkpoints are intact"
-        raise UserError(message) from error
-
-
 def sync(path: Path):
     """Waits until a file, or the list of files in a folder, has reached the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -280,7 +262,7 @@ def write_state(partial: Path, state: dict, run: Path):
         sync(path)
 
 
-def save_checkpoint(run: Path, state: dict, learners: dict, export):
+def save_checkpoint(run: Path, state: dict, actors: dict[str, Actor], export):
     """Writes RUN/checkpoint-STEP and removes all but the newest; export(folder) writes model/.
 
     All ranks call it together. Raises UserError if the disk is full, for example.
@@ -292,8 +274,8 @@ def save_checkpoint(run: Path, state: dict, learners: dict, export):
         return
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, state["random"])
-    updates = {owner: learner.scheduler.last_epoch for owner, learner in learners.items()}
-    with writing(partial):
+    updates = {owner: actor.scheduler.last_epoch for owner, actor in actors.items()}
+    try:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
@@ -301,23 +283,27 @@ def save_checkpoint(run: Path, state: dict, learners: dict, export):
         check_shared(partial)
         export(partial / "model")
         writer = dcp.HuggingFaceStorageWriter(str(partial / "state"), save_distributed=True)
-        dcp.save(learner_tensors(learners), storage_writer=writer)
+        dcp.save(named_tensors(actors), storage_writer=writer)
         if is_first:
             write_state(partial, state | {"random": states, "updates": updates}, run)
             partial.rename(target)
             sync(run)
+    except DAMAGE as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        message = f"{partial} could not be written: {reason(error)}. Earlier checkpoints are intact"
+        raise UserError(message) from error
     if is_first:
         for older in checkpoints(run)[:-KEPT]:
             shutil.rmtree(older)
     dist.barrier()
 
 
-def load_checkpoint(checkpoint: Path, state: dict, learners: dict):
-    """Fills the learners, their schedules and the random states; the number of ranks may have changed.
+def load_checkpoint(checkpoint: Path, state: dict, actors: dict[str, Actor]):
+    """Fills the actors, their schedules and the random states; the number of ranks may have changed.
 
     Raises UserError if the checkpoint is damaged or of another model. All ranks call it together.
     """
-    tensors = learner_tensors(learners)
+    tensors = named_tensors(actors)
     reader = dcp.HuggingFaceStorageReader(str(checkpoint / "state"))
     try:
         saved = reader.read_metadata().state_dict_metadata
@@ -330,20 +316,20 @@ def load_checkpoint(checkpoint: Path, state: dict, learners: dict):
         dcp.load(tensors, storage_reader=reader)
     except DAMAGE as error:
         raise UserError(f"--resume {checkpoint} is damaged: {reason(error)}") from error
-    for owner, learner in learners.items():
+    for owner, actor in actors.items():
         updates = state["updates"][owner]
-        for weight in learner.parameters.values():
-            learner.optimizer.state[weight]["step"].fill_(updates)
-        set_schedule(learner, updates)
+        for weight in actor.parameters.values():
+            actor.optimizer.state[weight]["step"].fill_(updates)
+        set_schedule(actor, updates)
     if len(state["random"]) == dist.get_world_size():
         set_random_states(state["random"][dist.get_rank()])
 
 
-def set_schedule(learner, updates: int):
+def set_schedule(actor: Actor, updates: int):
     """Sets the learning rate for this number of past updates, by the flags given now."""
-    scheduler = learner.scheduler
+    scheduler = actor.scheduler
     scheduler.last_epoch = updates
-    for group, peak, factor in zip(learner.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
+    for group, peak, factor in zip(actor.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
         group["lr"] = peak * factor(updates)
 
 
@@ -444,6 +430,8 @@ class Resumable:
     """What `extend` puts in front of a trainer class."""
 
     is_resumed = True  # claim_run has checked what the folder holds
+    saved_state = None  # after the last whole step
+    wandb_id = ""
 
     def __init__(self, config, *arguments):
         self.stop = Stop()
@@ -463,8 +451,6 @@ class Resumable:
         self.folder = Path(config.output_dir)
         if config.save_every or checkpoint:
             check_shared(self.folder)
-        self.saved_state = None  # after the last whole step
-        self.wandb_id = ""
         if checkpoint:
             self.load(checkpoint)
 
@@ -480,53 +466,43 @@ class Resumable:
         else:
             restore_logs(run, run, {})
         super().open_log()
+        self.wandb_id = wandb.run.id if wandb.run else ""
 
-    def learners_to_save(self) -> dict:
-        return getattr(self, "learners", None) or {"actor": self.actor}
+    def learners(self) -> dict[str, Actor]:
+        """What is trained, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Actor)}
 
     def load(self, checkpoint: Path):
         """Continues from a checkpoint."""
         state = read_state(checkpoint)
-        load_checkpoint(checkpoint, state, self.learners_to_save())
+        load_checkpoint(checkpoint, state, self.learners())
         self.first_step = state["step"] + 1
         if train.RANK == 0:
             rest = "nothing is left to do" if self.first_step > self.config.steps else "the run continues"
             tqdm.write(f"{checkpoint}: {rest} after step {state['step']} of {self.config.steps}")
-        drawn = state.get("draws", 0) * state["flags"]["prompts_per_step"]  # written by an older train.py
-        self.prompts_drawn = state.get("prompts_drawn", drawn)
+        self.prompts_drawn = state["prompts_drawn"]
         self.prompts = islice(self.prompts, self.prompts_drawn, None)
-        if hasattr(self, "monitor"):
-            self.monitor = type(self.monitor)(asdict(self.config), **state["monitor"])
         self.remember(state["step"])
         self.saved_state["version"] = state["version"]
         self.engine.version = state["version"] - 1  # the first push sends these weights again
-        if hasattr(self, "gate"):
-            self.gate.pushes = self.engine.version
 
     def remember(self, step: int):
         """Records what a checkpoint needs after a whole step, so a rollout dropped later leaves no trace."""
-        if wandb.run:  # it is closed once the last step is logged
-            self.wandb_id = wandb.run.id
-        lengths = {name: self.folder / name for name in LOGS if (self.folder / name).exists()}
+        logs = [self.folder / name for name in LOGS if (self.folder / name).exists()]
         self.saved_state = {
             "step": step,
             "prompts_drawn": self.prompts_drawn,
             "version": self.engine.version,
             "random": random_states(),
-            "log": {name: path.stat().st_size for name, path in lengths.items()},
-            "monitor": self.monitor.state() if hasattr(self, "monitor") else {},
+            "log": {path.name: path.stat().st_size for path in logs},
             "wandb": self.wandb_id,
             "flags": asdict(self.config),
         }
 
     def save_checkpoint(self):
         """Saves the state after the last whole step."""
-        state = self.saved_state
-
-        def export(folder):
-            self.actor.save(self.path, folder)
-
-        save_checkpoint(self.folder, state, self.learners_to_save(), export)
+        export = functools.partial(self.actor.save, self.path)
+        save_checkpoint(self.folder, self.saved_state, self.learners(), export)
 
     def fit(self):
         """Runs all steps, or those before a signal."""
@@ -537,7 +513,6 @@ class Resumable:
             if self.saved_state is None:
                 message = f"{stopped}: ended before the first step; nothing was saved"
             else:
-                self.bring_back_actors()
                 self.save_checkpoint()
                 step = self.saved_state["step"]
                 message = f"{stopped}: ended after step {step}; --resume {self.folder} continues from there"
@@ -546,14 +521,6 @@ class Resumable:
                 tqdm.write(message)
         if train.RANK == 0:
             self.lock.release()
-
-    def bring_back_actors(self):
-        """With --offload, moves the trained models back to their device in the middle of a rollout."""
-        if hasattr(self, "move_actors") and self.config.offload:
-            if getattr(self.engine, "engine", None):  # or dropped requests would keep SGLang awake
-                self.engine.engine.tokenizer_manager.abort_request(abort_all=True)
-            self.engine.sleep()
-            self.move_actors(self.config.device)
 
     def write(self, step: int, *arguments):
         """Logs a step, saves a checkpoint if one is due, and ends the run if a signal asks for it."""

@@ -57,6 +57,14 @@ def extend(trainer_class: type) -> type:
                         value.to(device)
                 free_gpu_memory()
 
+        def step(self) -> tuple[dict[str, float], list]:
+            """A step. If a signal ends its rollout, the parameters return: a checkpoint may be saved next."""
+            try:
+                return super().step()
+            except BaseException:
+                self.move_actors(self.config.device)  # beside the engine, as after an evaluation
+                raise
+
         def sample(self, *arguments):
             self.move_others(AWAY)  # before the first step they are still there
             self.move_actors(AWAY)

@@ -99,12 +99,10 @@ class PPO(AlgorithmTrainer):
         super().__init__(config, *arguments)
         self.line_ends = [i for i in range(len(self.tokenizer)) if "\n" in self.tokenizer.decode([i])]
         self.critic = None
-        self.learners = {"actor": self.actor}  # what a checkpoint holds
         if config.critic != "none":
             options = copy(config)
             options.lr = config.critic_lr
             self.critic = Critic(load_critic(self.path, self.mesh, config), self.mesh, options)
-            self.learners["critic"] = self.critic
 
     def compare(self, samples: list[Sample]):
         """Sets advantages, values and returns."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from extras import balance
 from extras.balance import CLOSE, moves
 from tests.conftest import Config, make_trainer, random_model, some_samples
-from train import Sample, Trainer
+from train import Trainer
 
 
 def loads_after(loads: list[int], movable: list[list[int]]) -> list[int]:
@@ -76,9 +76,3 @@ def test_a_recipe_may_decline(declines, expected):
 
 def test_machines_with_different_numbers_of_processes_share_nothing(compared):
     assert [(compared / f"uneven-{rank}").read_text() for rank in range(4)] == ["None"] * 4
-
-
-def test_what_moves_has_neither_row_nor_state():
-    sample = Sample([{"role": "user"}], {"a": 1}, state={"env": object()})
-    moved = balance.without_row(sample)
-    assert (moved.messages, moved.row, moved.state) == ([], {}, {}) and sample.row and sample.state

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from bench import kills
 from extras import checkpoint as module
 from extras import monitor, updates
 from extras.checkpoint import (
@@ -28,7 +26,6 @@ from extras.checkpoint import (
     add_saved_flags,
     checkpoints,
     claim_run,
-    find_flag,
     load_checkpoint,
     random_states,
     read_state,
@@ -36,12 +33,12 @@ from extras.checkpoint import (
     save_checkpoint,
     set_random_states,
 )
-from tests.conftest import ENVIRONMENT, HERE, Config, alone, make_trainer, parse_flags, random_model, run
+from tests.conftest import HERE, Config, alone, make_trainer, parse_flags, random_model, run
+from tests.runs import EQUAL, count_lines, differences, read_metrics, read_tensors, start, wait_for
 from train import UserError
 
 SMALL = ["--prompts_per_step", "4", "--group_size", "4", "--max_new_tokens", "32", "--steps", "4"]
 SMALL += ["--eval_every", "2", "--eval_data", str(HERE / "assets/countdown/test.jsonl") + ":train[:8]"]
-EQUAL = {"metrics": 0, "samples": 0, "tensors": 0}
 logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)  # pages of it for a failed test
 interruptions = []  # signals to send to this process from a reward of the fourth rollout
 
@@ -77,19 +74,20 @@ def fit(*arguments):
     return trainer
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """A run of four steps with a checkpoint after the second and the fourth. Not to be changed."""
+def seed_generators():
+    """The random states that the run `saved` begins with."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run of four steps with a checkpoint after the second and the fourth. Not to be changed."""
+    seed_generators()
     folder = tmp_path_factory.mktemp("saved") / "run"
     fit(*SMALL, "--save_every", 2, "--output_dir", folder)
     return folder
-
-
-def differences(one, other) -> dict[str, int]:
-    return kills.count_differences(kills.read_run(one), kills.read_run(other))
 
 
 # ---- Resume ----------------------------------------------------------------------------------------------
@@ -107,21 +105,20 @@ def test_a_checkpoint_is_complete_and_holds_no_code(saved):
     state = read_state(folder)
     assert (state["step"], state["prompts_drawn"], state["version"]) == (4, 16, 5)
     assert state["updates"] == {"actor": 8}  # --updates_per_step of the embedded job is 2
-    assert len(kills.read_tensors(saved)) > 100
+    assert len(read_tensors(saved)) > 100
 
 
 def test_a_branch_equals_its_run_to_the_bit(tmp_path, saved):
     trainer = fit("--resume", saved / "checkpoint-2", "--output_dir", tmp_path / "branch")
     assert differences(saved, tmp_path / "branch") == EQUAL
     assert trainer.config.prompts_per_step == 4 and trainer.config.save_every == 2
-    assert trainer.monitor.state() == read_state(saved / "checkpoint-4")["monitor"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_run_ended_by_a_signal_saves_and_resumes(tmp_path, saved, capsys, number):
     """The fourth rollout is dropped, and leaves no trace in the resumed run."""
     folder = tmp_path / "run"
-    set_random_states(read_first_states())
+    seed_generators()
     interruptions.append(number)
     fit(*SMALL, "--save_every", 2, "--output_dir", folder)
     assert f"{number.name}: ended after step 3; --resume {folder} continues" in capsys.readouterr().out
@@ -133,14 +130,6 @@ def test_a_run_ended_by_a_signal_saves_and_resumes(tmp_path, saved, capsys, numb
     fit("--resume", "auto", "--output_dir", folder)
     assert differences(saved, folder) == EQUAL
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-3", "checkpoint-4"]
-
-
-def read_first_states() -> dict:
-    """The random states that the fixture `saved` begins with."""
-    random.seed(1)
-    np.random.seed(1)
-    torch.manual_seed(1)
-    return json.loads(json.dumps(random_states()))
 
 
 def test_random_states_survive_json():
@@ -155,26 +144,20 @@ def test_random_states_survive_json():
 
 
 def test_resuming_adds_the_saved_flags_before_those_given_now(saved):
-    arguments = ["--lr", "1", f"--resume={saved}", "--no_normalize_std", "--temperature=0.5"]
+    arguments = ["--lr", "1", "--resume", "x", f"--resume={saved}", "--no_normalize_std"]
+    arguments += ["--temperature=0.5"]
     found = parse_flags(Config, add_saved_flags(arguments))
     assert (found.prompts_per_step, found.steps, found.save_every) == (4, 4, 2)  # saved
     assert (found.lr, found.normalize_std, found.temperature) == (1.0, False, 0.5)  # given now
     assert (found.output_dir, found.resume) == ("", str(saved))
     assert add_saved_flags(["--lr", "1"]) == ["--lr", "1"]
-    assert find_flag("resume", ["--resume", "a", "--resume=b"]) == "b"
-    assert find_flag("resume", ["--resume"]) == find_flag("resume", []) == ""
+    assert add_saved_flags(["--resume"]) == ["--resume"]
 
 
-def test_the_learning_rate_follows_the_flags_given_now(tmp_path, saved):
-    trainer = make("--resume", saved, "--output_dir", tmp_path / "run", "--lr", "1", "--warmup_steps", "16")
+def test_the_place_in_the_data_and_the_learning_rate_follow_the_flags_given_now(tmp_path, saved):
+    flags = ["--output_dir", tmp_path / "run", "--prompts_per_step", "3", "--steps", "9"]
+    trainer = make("--resume", saved, *flags, "--lr", "1", "--warmup_steps", "16")
     assert trainer.actor.optimizer.param_groups[0]["lr"] == pytest.approx(9 / 16)  # for the 9th update
-    trainer.lock.release()
-
-
-def test_another_number_of_prompts_continues_at_the_same_place(tmp_path, saved):
-    trainer = make(
-        "--resume", saved, "--output_dir", tmp_path / "run", "--prompts_per_step", "3", "--steps", "9"
-    )
     trainer.sample = lambda dataset, prompts, *_: prompts
     places = [place for place, _ in trainer.rollout()]  # 4 steps of 4 prompts were drawn
     assert places == [16, 17, 18] and [place for place, _ in trainer.rollout()] == [19, 20, 21]
@@ -186,7 +169,7 @@ def test_auto_starts_a_run_without_checkpoints_anew(tmp_path, saved):
     folder.mkdir()
     for name in ("metrics.jsonl", "samples.jsonl"):
         (folder / name).write_text("of a run that was killed before its first checkpoint\n")
-    set_random_states(read_first_states())
+    seed_generators()
     fit(*SMALL, "--save_every", 2, "--output_dir", folder, "--resume", "auto")
     assert differences(saved, folder) == EQUAL
 
@@ -354,95 +337,52 @@ def test_a_second_signal_ends_the_process_after_a_moment(monkeypatch, mesh):
     assert codes == [128 + signal.SIGTERM]
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 300):
-    start = time.monotonic()
-    while not condition():
-        assert process.poll() is None and time.monotonic() - start < seconds
-        time.sleep(0.05)
-
-
 @pytest.mark.slow
 def test_ctrl_c_to_torchrun_saves_and_a_second_run_is_refused(tmp_path):
     folder = tmp_path / "run"
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node=2",
-        "train.py",
-    ]
-    with (tmp_path / "log").open("w+") as log:
-        options = {"cwd": HERE, "env": ENVIRONMENT, "stdout": log, "stderr": log, "start_new_session": True}
-        flags = [*SMALL, "--steps", "400", "--output_dir", str(folder)]
-        process = subprocess.Popen([*launcher, *flags], **options)
-        metrics = folder / "metrics.jsonl"
-        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, process)
-        done = run("train.py", *flags, "--resume", "auto")
-        assert done.returncode == 2
-        assert re.fullmatch(
-            rf"train.py: --output_dir {folder} is in use by process \d+ on .*; wait for its end",
-            done.stderr.splitlines()[-1],
-        )
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does; torchrun forwards it once more
-        process.wait(timeout=60)
-        log.seek(0)
-        assert "ended after step" in log.read()
+    flags = [*SMALL, "--steps", 400, "--output_dir", folder]
+    process = start(tmp_path / "log", "train.py", *flags, processes=2)
+    metrics = folder / "metrics.jsonl"
+    wait_for(lambda: count_lines(metrics) > 1, process)
+    done = run("train.py", *flags, "--resume", "auto")
+    assert done.returncode == 2
+    said = rf"train.py: --output_dir {folder} is in use by process \d+ on .*; wait for its end"
+    assert re.fullmatch(said, done.stderr.splitlines()[-1])
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does; torchrun forwards it once more
+    process.wait(timeout=60)
+    assert "ended after step" in (tmp_path / "log").read_text()
     (checkpoint,) = checkpoints(folder)
     step = read_state(checkpoint)["step"]
-    assert len(metrics.read_text().splitlines()) == step + 1
+    assert count_lines(metrics) == step + 1
     done = run("train.py", "--resume", folder, "--steps", step + 1, processes=2)
     assert done.returncode == 0 and f"step {step + 1} |" in done.stdout, done.stderr[-3000:]
 
 
-# ---- Several processes -----------------------------------------------------------------------------------
+# ---- Several processes. Those that are killed are in test_faults.py ----------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--lr_schedule", "cosine"),
-        ("--dp_replicate", 2, "--kl_coef", 0.01),  # replicas; a reference model, which is the initial policy
-    ],
-)
-def test_a_branch_of_two_processes_equals_its_run_to_the_bit(tmp_path, flags):
+def test_a_branch_of_two_processes_equals_its_run_to_the_bit(tmp_path):
+    """With replicas, a schedule and a reference model, which is the initial policy."""
     whole, branch = tmp_path / "run", tmp_path / "branch"
-    done = run("train.py", *SMALL, *flags, "--save_every", 2, "--output_dir", whole, processes=2)
+    flags = ["--lr_schedule", "cosine", "--dp_replicate", 2, "--kl_coef", 0.01, "--save_every", 2]
+    done = run("train.py", *SMALL, *flags, "--output_dir", whole, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     done = run("train.py", "--resume", whole / "checkpoint-2", "--output_dir", branch, processes=2)
     assert done.returncode == 0, done.stderr[-3000:]
     assert differences(whole, branch) == EQUAL
-    assert len(kills.read_run(whole)["metrics"]) == 5
+    assert len(read_metrics(whole)) == 5
 
 
 @pytest.mark.slow
-def test_a_checkpoint_loads_with_other_numbers_of_ranks(tmp_path):
-    """Saved by 2 x 2 tensor-parallel ranks, resumed by 1 and by 4 without tensor parallelism."""
-    whole = tmp_path / "run"
+def test_a_checkpoint_loads_with_another_number_of_ranks(tmp_path):
+    """Saved by 2 x 2 tensor-parallel ranks, resumed by 2 without tensor parallelism."""
+    whole, branch = tmp_path / "run", tmp_path / "branch"
     flags = ["--save_every", 2, "--tp_size", 2, "--output_dir", whole]
     done = run("train.py", *SMALL, *flags, processes=4)
     assert done.returncode == 0, done.stderr[-3000:]
-    expected = kills.read_run(whole)["metrics"]
-    for processes in (1, 4):
-        branch = tmp_path / str(processes)
-        flags = ["--resume", whole / "checkpoint-2", "--tp_size", 1, "--updates_per_step", 1]
-        flags = flags if processes == 4 else flags[:-2]
-        done = run("train.py", *flags, "--output_dir", branch, processes=processes)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found = kills.read_run(branch)["metrics"]
-        assert [record["step"] for record in found] == [0, 1, 2, 3, 4]
-        assert found[:3] == expected[:3]
-        for name in ("reward",) if processes == 4 else ("loss", "grad_norm", "entropy", "reward"):
-            assert found[3][name] == pytest.approx(expected[3][name], abs=1e-5, rel=1e-4), name
-
-
-@pytest.mark.slow
-def test_a_killed_run_ends_as_if_nothing_had_happened(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert kills.start(whole, 2, 4).wait() == 0
-    process = kills.start(killed, 2, 4)
-    metrics = killed / "metrics.jsonl"
-    wait_for(lambda: (killed / "checkpoint-2").exists() and metrics.read_text().count("\n") > 3, process)
-    kills.kill(process)
-    assert kills.start(killed, 2, 4, "--resume", "auto").wait() == 0
-    assert differences(whole, killed) == EQUAL
-    assert len(kills.read_run(whole)["metrics"]) == 5 and len(kills.read_tensors(whole)) > 100
+    flags = ["--resume", whole / "checkpoint-2", "--tp_size", 1, "--output_dir", branch]
+    done = run("train.py", *flags, processes=2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected, found = read_metrics(whole), read_metrics(branch)
+    assert [record["step"] for record in found] == [0, 1, 2, 3, 4] and found[:3] == expected[:3]
+    for name in ("loss", "grad_norm", "entropy", "reward"):
+        assert found[3][name] == pytest.approx(expected[3][name], abs=1e-5, rel=1e-4), name

@@ -46,6 +46,10 @@ class FakeTrainer:
     def sample(self, *arguments):
         self.events.append("sample")
 
+    def step(self):
+        self.sample()
+        raise KeyboardInterrupt
+
     def learn(self, samples):
         self.events.append("learn")
         return {}
@@ -74,11 +78,17 @@ class FakeActor:
         self.optimizer = SimpleNamespace(state={"parameter": {"moment": moment}})
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_the_actor_and_the_engine_take_turns(monkeypatch, is_on):
+@pytest.fixture
+def make_fake(monkeypatch):
+    """A function that makes a trainer with --offload on or off."""
     monkeypatch.setattr(offload, "Actor", FakeActor)
     monkeypatch.setattr(offload, "FSDPModule", FakeModel)
-    trainer = offload.extend(FakeTrainer)(Config(offload=is_on, device="cuda"))
+    return lambda is_on: offload.extend(FakeTrainer)(Config(offload=is_on, device="cuda"))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_actor_and_the_engine_take_turns(make_fake, is_on):
+    trainer = make_fake(is_on)
     events = trainer.events
 
     def events_of(action, *arguments) -> list[str]:
@@ -97,6 +107,13 @@ def test_the_actor_and_the_engine_take_turns(monkeypatch, is_on):
     ]
     for action, arguments, order in expected:
         assert events_of(action, *arguments) == (order if is_on else [])
+
+
+def test_the_actor_is_back_after_a_rollout_that_a_signal_ends(make_fake):
+    trainer = make_fake(True)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step()
+    assert trainer.events[-2:] == ["sample", "actor to cuda"]
 
 
 @pytest.mark.slow

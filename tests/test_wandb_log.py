@@ -1,10 +1,14 @@
 """Tests of extras/wandb_log.py. That the last numbers survive SGLang's end is in test_sglang_cpu.py."""
 
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 import wandb
 
 from extras import wandb_log
-from tests.conftest import VariantTrainer
+from tests.conftest import VariantTrainer, run
 from train import UserError
 
 
@@ -70,3 +74,59 @@ def test_without_the_flag_a_run_of_the_users_own_is_left_alone(whole, calls, mon
     monkeypatch.setattr(wandb, "run", "the user's own")
     make(whole, calls).fit()
     assert calls == ["engine closed"]
+
+
+# ---- A server that fails ---------------------------------------------------------------------------------
+PROGRAM = """
+import sys
+import wandb
+from extras import wandb_log
+wandb_log.SECONDS = 3
+wandb_log.start("online", project="grpo", dir=sys.argv[1])
+for step in range(3):
+    wandb.log({"loss": 0.5}, step=step)
+wandb.teardown(0)
+"""
+PROJECT = {"id": "cA==", "name": "grpo", "entity": {"id": "bWU=", "name": "me"}}
+BUCKET = {"id": "cg==", "name": "run", "displayName": "run", "config": "{}", "project": PROJECT}
+VERSION = {"cliVersionInfo": {"max_cli_version": "9.0.0"}, "latestLocalVersionInfo": None, "features": []}
+VIEWER = {"id": "bWU=", "username": "me", "entity": "me", "flags": "{}", "teams": {"edges": []}}
+ANSWER = {"serverInfo": VERSION, "viewer": VIEWER, "model": None, "project": None, "entity": None}
+ANSWER["upsertBucket"] = {"bucket": BUCKET | {"historyLineCount": 0}, "inserted": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["an error", "it goes"])
+def test_a_run_goes_on_without_its_server(tmp_path, fault):
+    """The real client, with a server that answers every request with an error, or is gone after the start."""
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            if self.path.endswith("file_stream"):  # the first numbers
+                gone.set()
+            if gone.is_set():
+                return
+            body = json.dumps({"data": ANSWER}).encode()
+            self.send_response(500 if fault == "an error" else 200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST
+
+        def log_message(self, *arguments):
+            pass
+
+    gone = threading.Event()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = {"WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}", "WANDB_API_KEY": "0" * 40}
+        done = run("-c", PROGRAM, tmp_path, WANDB_INIT_TIMEOUT="5", **address)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr[-3000:]
+    is_offline = f"logged in {tmp_path}/wandb, for `wandb sync`" in done.stdout
+    assert is_offline == (fault != "it goes") and gone.is_set() == (fault == "it goes")
+    (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb" if is_offline else "run-*/*.wandb")
+    assert log.read_bytes().count(b"loss") >= 3
