@@ -270,9 +270,8 @@ def extend(trainer_class: type) -> type:
                 )
 
         async def score(self, sample):
-            async with (
-                self.workers.slots if self.workers else nullcontext()
-            ):  # no waiting in --reward_timeout
+            # The wait for a worker does not count towards --reward_timeout, which limits the call.
+            async with self.workers.slots if self.workers else nullcontext():
                 await super().score(sample)
 
         async def call_worker(self, sample):

@@ -53,16 +53,11 @@ def changed_rewards(folder: Path, changes: dict[str, str]):
     [
         ("12-1+4", [1, 4, 12], 15, 1),
         ("(12-1)*4 = 44", [1, 4, 12], 44, 1),
-        (" 8/(3-8/3) ", [3, 3, 8, 8], 24, 1),
         ("-3+5", [5, 3], 2, 1),
         ("8/3/(8/3)", [8, 3, 8, 3], 1, 1),
-        ("1+2", ["1", "2"], "3", 1),  # datasets may store numbers as strings
         ("12-1", [1, 4, 12], 11, 0),  # 4 is missing
         ("12-1+4", [1, 4, 12], 16, 0),
-        ("1+2+3", [1, 2, 3, 3], 6, 0),
         ("1.5*2", [1, 5, 2], 3, 0),
-        ("6/0", [6, 0], 0, 0),
-        ("2(3)", [2, 3], 6, 0),
         ("=5", [5], 5, 0),
     ],
 )
@@ -99,10 +94,6 @@ def test_countdown_habits():
     [
         ("so 72.", "48+24 = <<48+24=72>>72\n#### 72", 1),
         ("It is $1,072.00", "#### 1072", 1),
-        ("72 or 73", "#### 72", 0),
-        ("-5", "#### -5", 1),
-        ("5", "#### -5", 0),
-        ("none", "#### 3", 0),
         ("It is 4.", 4, 1),  # not every dataset stores a string
         ("\\boxed{72}", "#### 72", 1),
         ("5-6", "#### 6", 1),
@@ -119,17 +110,11 @@ def test_gsm8k_last_number(text, gold, score):
     [
         (r"so \boxed{72}", "#### 72", 1),
         (r"\boxed{1,234}.", "1234", 1),
-        (r"\boxed{\$5}", "5", 1),
         (r"\boxed{5}", "#### 6", 0),
         (r"\boxed{5} and \boxed{6}", "6", 1),  # the last one counts
-        (r"\boxed{5} and \boxed{6}", "5", 0),
-        ("72", "72", -1),
-        (r"\boxed{none}", "72", -1),
         (r"\boxed{-3}", "-3", 1),
-        (r"72 \boxed", "72", -1),
         (r"\boxed{} 72", "72", 1),  # the first integer after it
         (r"\boxed{7.5}", "7", 1),
-        (r"\boxed{" + "9" * 100 + "}", "9", 0),
     ],
 )
 def test_gsm8k_boxed(text, gold, score):
@@ -201,23 +186,19 @@ def test_arithmetic_agrees_with_python():
 
 
 HOSTILE_TRACES = [
-    "",
-    "\0",
-    "\ud800 no",
-    "1 yes",
-    "= yes",
-    "==== no",
-    "9**9**9 = 1 yes",
-    "1" * 10**6 + " yes",
-    "1=" * 10**6 + "1 yes",
-    "1+1=2 yes\n" * 10**5,
-    "(" * 10**6 + " no",
-    "no\n" * 10**6,
-    " yes" * 10**6,
-    "<think>" * 10**5,
-    "</think>" * 10**5,
-    "1/0 = 1/0 yes",
-    "1\u20281=1 no",
+    *(
+        "",
+        "\0",
+        "\ud800 no",
+        "1 yes",
+        "= yes",
+        "==== no",
+        "9**9**9 = 1 yes",
+        "1/0 = 1/0 yes",
+        "1\u20281=1 no",
+    ),
+    *("1" * 10**6 + " yes", "1=" * 10**6 + "1 yes", "1+1=2 yes\n" * 10**5, "(" * 10**6 + " no"),
+    *("no\n" * 10**6, " yes" * 10**6, "<think>" * 10**5, "</think>" * 10**5),
 ]
 
 
@@ -301,13 +282,8 @@ def test_a_worker_that_died_is_replaced():
 
 
 def test_the_kernel_kills_a_worker_that_waits_too_long(tmp_path):
-    hanging = changed_rewards(
-        tmp_path,
-        {
-            "WALL_SECONDS = 60 ": "WALL_SECONDS = 0.5 ",
-            "equal = latex_equal(answer, gold)": "equal = latex_equal(answer, gold) or signal.pause()",
-        },
-    )
+    hang = {"= latex_equal(answer, gold)": "= latex_equal(answer, gold) or signal.pause()"}
+    hanging = changed_rewards(tmp_path, hang | {"WALL_SECONDS = 60 ": "WALL_SECONDS = 0.5 "})
     grader = hanging.Grader()
     assert grader.grade("4", "4")
     worker = grader.worker
