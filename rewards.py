@@ -226,7 +226,7 @@ def boxed(text: str) -> str | None:
 # only the main thread, and only between two bytecodes. So a worker process grades, under limits that the
 # kernel enforces.
 CPU_SECONDS = 1.0  # per answer; unlike wall-clock time, independent of how busy the machine is
-WALL_SECONDS = 60.0  # per answer, in case the worker hangs without using the CPU
+WALL_SECONDS = 60  # per answer, in case the worker hangs without using the CPU
 MEMORY_BYTES = 2**30
 
 
@@ -240,15 +240,17 @@ class Grader:
     def grade(self, answer: str, gold: str) -> bool:
         """Return the worker's verdict, False if it dies. Raises RuntimeError if no worker starts."""
         with self.lock:
+            reply = ""
             try:
                 if self.worker is None or self.worker.poll() is not None:
                     self.start_worker()
-                reply = self.ask(answer, gold)
-            except BaseException:
-                self.stop_worker()  # or its late reply would be read as the reply to the next question
-                raise
-            if not reply:
-                self.stop_worker()
+                with suppress(BrokenPipeError):
+                    self.worker.stdin.write(json.dumps([answer, gold]) + "\n")
+                    self.worker.stdin.flush()
+                    reply = self.worker.stdout.readline()
+            finally:
+                if not reply:  # it died, or its late reply would be read as the reply to the next question
+                    self.stop_worker()
             return reply == "equal\n"
 
     def start_worker(self):
@@ -263,20 +265,6 @@ class Grader:
         )
         if self.worker.stdout.readline() != "ready\n":
             raise RuntimeError("the process that grades LaTeX failed to start; is math-verify installed?")
-
-    def ask(self, answer: str, gold: str) -> str:
-        """Return the worker's reply, a line; an empty string if the worker dies."""
-        watchdog = threading.Timer(WALL_SECONDS, self.worker.kill)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            self.worker.stdin.write(json.dumps([answer, gold]) + "\n")
-            self.worker.stdin.flush()
-            return self.worker.stdout.readline()
-        except BrokenPipeError:
-            return ""
-        finally:
-            watchdog.cancel()
 
     def stop_worker(self):
         if self.worker is None:
@@ -307,9 +295,11 @@ def run_worker():
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         answer, gold = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # without a handler, its signal kills the process
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # without a handler, a timer's signal kills
+        signal.setitimer(signal.ITIMER_REAL, WALL_SECONDS)
         equal = latex_equal(answer, gold)
         signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         print("equal" if equal else "different", file=replies, flush=True)
 
 

@@ -2,49 +2,43 @@
 
 Nothing inside a process can interrupt a C function that does not return, or survive a segmentation fault.
 Each rank therefore forks a nursery before it has threads, connections or a GPU; the nursery forks the workers
-and their replacements, so reward_fn may be a closure or a bound method. Each call has a socket of its own:
-the trainer sends a pickled sample, the worker answers with one line of JSON. A worker that closes the socket
-has died; one that does not answer in time is killed, together with the processes that it started.
-
-A worker calls reward_fn for one sample at a time; if reward_fn is async, for many side by side. When such a
-shared worker is lost, each sample that was open there is tried again, alone in a worker, to find the culprit.
+and their replacements, so reward_fn may be a closure or a bound method. A worker has one call at a time, also
+of an async reward_fn. The trainer sends a pickled sample through the worker's socket, and receives a line of
+JSON. A worker that closes its socket has died. One whose call exceeds --reward_timeout, the limit of
+`Trainer.score`, is killed together with the processes that it started.
 
 Security: the trainer reads JSON, so a worker that a hostile completion has taken over cannot execute code in
 the trainer through its replies. But it is a process of the same user with access to the same files: workers
 contain accidents, not attacks. A subprocess that reward_fn starts in a session of its own must end by itself.
 
-Why no library: pebble.ProcessPool (5.2.3) would still need the nursery and the protocol, cannot run async
-calls side by side in a worker, blocks for 3 s on each hang in C, and shares one locked pipe among its
-workers, so that a kill at the wrong moment stalls them all (noxdafox/pebble#163). In concurrent.futures and
-loky one death breaks the whole pool.
+Why no library: pebble.ProcessPool (5.2.3) would still need the nursery, blocks for 3 s on each hang in C, and
+shares one locked pipe among its workers, so that a kill at the wrong moment stalls them all
+(noxdafox/pebble#163). In concurrent.futures and loky one death breaks the whole pool.
 """
 
 import asyncio
 import ctypes
-import inspect
 import json
 import numbers
 import os
 import pickle
 import random
+import select
 import signal
 import socket
 import sys
-import sysconfig
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from train import UserError, flag
+from train import UserError, call, flag
 
-GRACE = 5.0  # seconds beyond --reward_timeout after which the worker of an async reward_fn is killed
-STREAK = 5  # after this many lost workers in a row, samples that still wait fail without a call
-ASYNC_CALLS = 128  # open calls of an async reward_fn per rank; each takes a file descriptor
 REPLY_BYTES = 2**20  # longest reply that the trainer reads
+SIZE_BYTES = 8  # a request begins with its length
 FORK = 0  # request to the nursery; any other number is the pid of a worker to kill
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -58,152 +52,69 @@ class RewardError(Exception):
     """A call of reward_fn that gave no reward."""
 
 
-class WorkerLost(RewardError):
-    """The worker died, or was killed because it did not answer."""
-
-
-class Worker:
-    """The trainer's view of a worker process."""
-
-    def __init__(self, pid: int, control: socket.socket):
-        self.pid = pid
-        self.control = control  # carries the sockets of calls to the worker
-        self.calls = 0  # open calls
-
-    def open_call(self) -> socket.socket:
-        """The trainer's end of a new socket. If the worker is dead, it is closed at the other end."""
-        trainer_end, worker_end = socket.socketpair()
-        with suppress(OSError):
-            socket.send_fds(self.control, [b"."], [worker_end.fileno()])
-        worker_end.close()
-        return trainer_end
-
-    def is_dead(self) -> bool:
-        try:
-            return self.control.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
-
 class RewardWorkers:
     """The workers of one rank. Construct it before the process has threads, connections or a GPU."""
 
     def __init__(self, reward_fn, config):
         if sys.platform != "linux":
             raise UserError("--reward_workers requires Linux; set it to 0")
-        call = getattr(reward_fn, "__call__", None)  # for an object that is called like a function
-        self.shared = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(call)
-        self.count = config.reward_workers
-        self.timeout = config.reward_timeout
-        self.workers = []
-        self.slots = asyncio.Semaphore(max(ASYNC_CALLS, self.count) if self.shared else self.count)
-        self.retrying = asyncio.Lock()
-        self.open = 0  # calls that run or wait
-        self.streak = 0  # lost workers in a row
+        self.slots = asyncio.Semaphore(config.reward_workers)  # for calls at the same time
+        self.idle = []  # (pid, socket) of each worker without a call
         self.nursery, nursery_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         trainer_pid = os.getpid()
-        sys.stdout.flush()  # or the nursery's copy of the buffer would be written, too
-        sys.stderr.flush()
+        sys.stdout.flush()  # or the workers' copies of the buffer would be written, too
         self.nursery_pid = os.fork()
         if self.nursery_pid == 0:
-            self.nursery.close()
-            run_and_exit(run_nursery, nursery_end, trainer_pid, reward_fn, config)
+            try:  # this process must never continue as a copy of the trainer
+                self.nursery.close()
+                run_nursery(nursery_end, trainer_pid, reward_fn, config)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
         nursery_end.close()
 
     async def call(self, sample) -> tuple[object, dict]:
-        """Calls reward_fn(sample) in a worker. Returns its result and sample.metrics, both unchecked.
+        """Calls reward_fn(sample) in an idle worker. Returns its result and sample.metrics, both unchecked.
 
-        Raises RewardError with a message of one line if reward_fn raised, took longer than --reward_timeout
-        or ended its process; UserError if the sample cannot be pickled or the nursery has died. All calls
-        must come from the same event loop.
+        Raises RewardError with a message of one line if reward_fn raised or ended its process; UserError if
+        the sample cannot be pickled or the nursery has died. A worker whose call is cancelled is killed.
         """
-        self.open += 1
+        request = to_request(sample)
+        pid, connection = self.idle_worker()
         try:
-            async with self.slots:
-                reply = await self.call_worker(to_request(sample))
-        finally:
-            self.open -= 1
-            if self.open == 0:
-                self.streak = 0
-        if reply["failure"]:
-            raise RewardError(reply["failure"])
-        return reply["result"], reply["metrics"]
-
-    async def call_worker(self, request: bytes) -> dict:
-        """The reply of the least busy worker, or on the second try that of a worker with no other call."""
-        if not self.shared:
-            return await self.call_alone(self.least_busy_worker, request)
-        with suppress(WorkerLost):
-            return await self.exchange(self.least_busy_worker(), request)
-        async with self.retrying:
-            return await self.call_alone(self.start_worker, request)
-
-    async def call_alone(self, get_worker, request: bytes) -> dict:
-        """The reply of a worker that has no other call: if it is lost, this sample is the culprit."""
-        limit = max(STREAK, self.count)
-        if self.streak >= limit:
-            raise RewardError(f"reward_fn was not called: the last {limit} calls hung or ended their process")
-        worker = get_worker()
-        try:
-            reply = await self.exchange(worker, request)
-        except BaseException:
-            self.streak += 1
-            self.kill_worker(worker)  # if this task was cancelled, the worker is still busy
-            raise
-        self.streak = 0
-        if self.shared:
-            self.kill_worker(worker)
-        return reply
-
-    async def exchange(self, worker: Worker, request: bytes) -> dict:
-        """Sends a request and returns the reply. Kills a worker without a valid one and raises WorkerLost."""
-        worker.calls += 1
-        reader, writer = await asyncio.open_unix_connection(sock=worker.open_call(), limit=REPLY_BYTES)
-        writer.transport.set_write_buffer_limits(0)
-        reading = asyncio.ensure_future(reader.readline())
-        try:
-            writer.write(request)
-            await writer.drain()  # time starts when all is sent: an engine may keep this event loop busy
-            writer.write_eof()
-            await asyncio.wait({reading}, timeout=self.timeout + (GRACE if self.shared else 0.0))
-            if not reading.done():
-                self.kill_worker(worker)
-                raise WorkerLost(timeout_message(self.timeout))
-            return parse_reply(reading.result())
-        except (OSError, ValueError, RecursionError) as error:  # no line, too long a line, an invalid one
-            code = self.kill_worker(worker)
+            result, metrics, failure = json.loads(await exchange(connection, request))
+        except (OSError, ValueError, TypeError, RecursionError) as error:  # no reply, or an invalid one
+            code = self.kill_worker(pid, connection)
             cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise WorkerLost(f"reward_fn's process died without a valid reply ({cause})") from error
-        finally:
-            worker.calls -= 1
-            reading.cancel()
-            writer.transport.abort()
+            raise RewardError(f"reward_fn's process died without a valid reply ({cause})") from error
+        except BaseException:  # CancelledError: --reward_timeout is over
+            self.kill_worker(pid, connection)
+            raise
+        self.idle.append((pid, connection))
+        if failure:
+            raise RewardError(failure)
+        return result, metrics
 
-    def least_busy_worker(self) -> Worker:
-        """The worker for the next call. Replaces the dead."""
-        for worker in list(self.workers):
-            if worker.calls == 0 and worker.is_dead():  # it died after its last call: nobody's fault
-                self.kill_worker(worker)
-        while len(self.workers) < self.count:
-            self.workers.append(self.start_worker())
-        return min(self.workers, key=lambda worker: worker.calls)
-
-    def start_worker(self) -> Worker:
-        control, worker_end = socket.socketpair()
+    def idle_worker(self) -> tuple[int, socket.socket]:
+        """Pid and socket of a worker that is alive and says nothing; a new one if there is none."""
+        while self.idle:
+            pid, connection = self.idle.pop()
+            events = select.poll()
+            events.register(connection, select.POLLIN)
+            if not events.poll(0):
+                return pid, connection
+            self.kill_worker(pid, connection)  # it died after its last call: nobody's fault
+        connection, worker_end = socket.socketpair()
+        connection.setblocking(False)
         pid = self.ask_nursery(FORK, [worker_end.fileno()])
         worker_end.close()
-        return Worker(pid, control)
+        return pid, connection
 
-    def kill_worker(self, worker: Worker) -> int:
+    def kill_worker(self, pid: int, connection: socket.socket) -> int:
         """Kills a worker and the processes that it started. Returns its exit code, negative for a signal."""
-        if worker in self.workers:
-            self.workers.remove(worker)
-        if worker.control.fileno() < 0:
-            return -signal.SIGKILL  # it was already killed
-        code = self.ask_nursery(worker.pid)
-        worker.control.close()  # not before the kill, or the worker would end by itself
+        code = self.ask_nursery(pid)
+        connection.close()  # not before the kill, or the worker would end by itself
         return code
 
     def ask_nursery(self, number: int, descriptors: list[int] = ()) -> int:
@@ -217,38 +128,30 @@ class RewardWorkers:
             raise UserError("the process that forks the reward workers has died; set --reward_workers to 0")
         return int.from_bytes(answer, "big", signed=True)
 
-    def close(self):
-        """Ends the nursery and all workers."""
-        if self.nursery.fileno() < 0:
-            return
-        with suppress(OSError):
-            self.nursery.shutdown(socket.SHUT_RDWR)
-        self.nursery.close()
-        os.waitpid(self.nursery_pid, 0)
+
+async def exchange(connection: socket.socket, request: bytes) -> bytes:
+    """Sends a request to a worker, and returns its reply."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, request)
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = await loop.sock_recv(connection, REPLY_BYTES)
+        line += chunk
+        if not chunk or len(line) > REPLY_BYTES:
+            raise ValueError("no reply, or too long a reply")
+    return line
 
 
 def to_request(sample) -> bytes:
-    """A sample, pickled. Raises UserError."""
+    """A pickled sample, behind its length. Raises UserError."""
     try:
-        return pickle.dumps(sample)
+        text = pickle.dumps(sample)
     except Exception as error:
         raise UserError(
             f"a sample cannot be sent to a reward worker ({describe(error)}): keep in sample.state only what "
             "can be pickled, or set --reward_workers to 0"
         ) from error
-
-
-def parse_reply(line: bytes) -> dict:
-    """A reply as to_reply makes it, result and metrics unchecked. Raises ValueError or RecursionError."""
-    reply = json.loads(line)
-    types = {name: type(value) for name, value in reply.items()} if isinstance(reply, dict) else {}
-    if not (types.get("metrics") is dict and types.get("failure") is str and "result" in types):
-        raise ValueError("not a reply")
-    return reply
-
-
-def timeout_message(seconds: float) -> str:
-    return f"reward_fn took longer than --reward_timeout {seconds:g} s"
+    return len(text).to_bytes(SIZE_BYTES, "big") + text
 
 
 def describe(error: BaseException) -> str:
@@ -259,133 +162,80 @@ def describe(error: BaseException) -> str:
 # ------------------------------------- In the nursery and the workers -------------------------------------
 
 
-def run_and_exit(function, *args):
-    """Runs a function in a forked process, which must never continue as a copy of the trainer."""
-    try:
-        function(*args)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(0)
-
-
 def run_nursery(control: socket.socket, trainer_pid: int, reward_fn, config):
     """Forks and kills workers on request. Kills them all when the trainer ends."""
-    nursery_pid = os.getpid()
-    pids = set()
-
-    def end_if_orphaned(*_):
-        if os.getpid() == nursery_pid and os.getppid() != trainer_pid:
-            for pid in pids:
-                kill_group(pid)
-            os._exit(0)
-
     os.setsid()  # signals from a terminal or a launcher are for the trainer
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, end_if_orphaned)
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if a launcher ignored it, waitpid would find nobody
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    while True:
-        message, descriptors, *_ = socket.recv_fds(control, 4, 1)
-        number = int.from_bytes(message, "big")
+    control.settimeout(1.0)
+    pids = set()
+    while os.getppid() == trainer_pid:
+        try:
+            message, descriptors, *_ = socket.recv_fds(control, 4, 1)
+        except TimeoutError:
+            continue
         if not message:
             break
+        number = int.from_bytes(message, "big")
         if number == FORK:
             answer = os.fork()
             if answer == 0:
                 control.close()
-                run_and_exit(run_worker, socket.socket(fileno=descriptors[0]), reward_fn, config)
+                return run_worker(socket.socket(fileno=descriptors[0]), reward_fn, config)
             os.close(descriptors[0])
             pids.add(answer)
         else:
             pids.discard(number)
-            kill_group(number)
-            answer = exit_code(number)
+            answer = kill(number)
         control.send(answer.to_bytes(4, "big", signed=True))
     for pid in pids:
-        kill_group(pid)
+        kill(pid)
 
 
-def kill_group(pid: int):
-    """Kills a worker and the processes that it started. Its pid stays taken until somebody waits for it."""
-    for kill in (os.killpg, os.kill):  # both, because it may not have made its group yet
+def kill(pid: int) -> int:
+    """Kills a worker and the processes that it started. Returns its exit code, negative for a signal."""
+    for send_signal in (os.killpg, os.kill):  # both, because it may not have made its group yet
         with suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-
-
-def exit_code(pid: int) -> int:
-    """The exit code of a killed child, or SIGKILL's if the kernel takes over a second to end it."""
+            send_signal(pid, signal.SIGKILL)
     for _ in range(100):
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.01)
-    return -signal.SIGKILL
+    return -signal.SIGKILL  # the kernel has not ended it yet, for example because a disk does not answer
 
 
-def run_worker(control: socket.socket, reward_fn, config):
-    """Answers calls until the trainer closes its end of `control` or the nursery ends."""
+def run_worker(connection: socket.socket, reward_fn, config):
+    """Answers calls until the trainer closes its end of the connection or the nursery ends."""
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills a worker before the trainer
-    asyncio.run(serve(control, reward_fn, config))
-
-
-async def serve(control: socket.socket, reward_fn, config):
-    """Starts a task for each socket that arrives."""
-    tasks = set()  # asyncio itself keeps no reference to a task
-
-    def accept():
-        message, descriptors, *_ = socket.recv_fds(control, 1, 1)
-        if not message:
-            os._exit(0)  # without waiting for tasks and threads
-        connection = socket.socket(fileno=descriptors[0])
-        task = asyncio.ensure_future(answer_call(connection, reward_fn, config))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-
-    asyncio.get_running_loop().add_reader(control, accept)
-    await asyncio.Event().wait()
-
-
-async def answer_call(connection: socket.socket, reward_fn, config):
-    """Reads a sample, calls reward_fn and writes one line of JSON."""
-    reader, writer = await asyncio.open_unix_connection(sock=connection)
-    with suppress(ConnectionError):  # the trainer no longer waits for this call
-        reply = await score(await reader.read(), reward_fn, config)
+    runner = asyncio.Runner()  # one event loop for all calls, because connections of a reward_fn belong to it
+    requests = connection.makefile("rb")
+    while size := requests.read(SIZE_BYTES):
+        request = requests.read(int.from_bytes(size, "big"))
+        reply = runner.run(score(request, reward_fn, config))
         sys.stdout.flush()  # what reward_fn printed: a process that is killed does not flush
-        writer.write(reply.encode() + b"\n")
-        await writer.drain()
-    writer.close()
+        connection.sendall(reply.encode() + b"\n")
 
 
 async def score(request: bytes, reward_fn, config) -> str:
-    """Calls reward_fn on a pickled sample. Returns JSON: result, metrics, failure ("" if there is none)."""
+    """Calls reward_fn on a pickled sample. Returns JSON: [result, metrics, failure ("" if there is none)]."""
     try:
         sample = pickle.loads(request)
         seed_generators(f"{config.seed} {sample.key}")
-        result = reward_fn(sample)
-        if inspect.isawaitable(result):
-            task = asyncio.ensure_future(result)
-            await asyncio.wait({task}, timeout=config.reward_timeout)
-            if not task.done():
-                task.cancel()
-                return to_reply(failure=timeout_message(config.reward_timeout))
-            result = task.result()
-        return to_reply(result, sample.metrics)
+        result = await call(reward_fn, sample, None)  # the trainer has the time limit
+        return json.dumps([result, sample.metrics, ""], default=to_json)
     except BaseException as error:  # also SystemExit: it is a failure of this sample only
-        return to_reply(failure=describe(error) + place(error))
-
-
-def to_reply(result=None, metrics: dict = {}, failure: str = "") -> str:
-    return json.dumps({"result": result, "metrics": metrics, "failure": failure}, default=to_json)
+        return json.dumps([None, {}, describe(error) + place(error)])
 
 
 def seed_generators(key: str):
-    """Makes draws in reward_fn depend on the key only; if it is async, until its first await."""
+    """Makes draws in reward_fn depend on the key only."""
     random.seed(key)
     np.random.seed(random.getrandbits(32))
     torch.default_generator.manual_seed(random.getrandbits(63))
@@ -398,11 +248,9 @@ def to_json(value):
 
 def place(error: BaseException) -> str:
     """The innermost file and line of the user's code, outside Python and installed packages."""
-    packages = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*packages, __file__, "<frozen")):
-            return f" ({frame.filename}:{frame.lineno})"
-    return ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "/lib/python" not in frame.filename and frame.filename != __file__]
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def extend(trainer_class: type) -> type:
@@ -420,8 +268,11 @@ def extend(trainer_class: type) -> type:
                 raise UserError(
                     "--reward_workers: this recipe replaces reward_fn; let it pass its own to main"
                 )
-            if self.workers:
-                self.reward_timeout = None  # it applies in the worker: a call also waits for a free one
+
+        async def score(self, sample):
+            # The wait for a worker does not count towards --reward_timeout, which limits the call.
+            async with self.workers.slots if self.workers else nullcontext():
+                await super().score(sample)
 
         async def call_worker(self, sample):
             result, sample.metrics = await self.workers.call(sample)

@@ -49,18 +49,8 @@ MAX_OUTPUT = 2**16  # bytes; a program that prints more is killed
 
 GRACE_SECONDS = 5.0  # for killing a program and everything that it started
 FIRST_USER = 2**20  # programs get user IDs from here on if the trainer runs as root
-VISIBLE_PATHS = (
-    "/bin",
-    "/lib",
-    "/lib64",
-    "/usr/bin",
-    "/usr/lib",
-    "/usr/lib64",
-    "/etc/ld.so.cache",
-    "/dev/null",
-    "/dev/urandom",
-    sys.base_prefix,
-)
+SYSTEM_PATHS = "/bin /lib /lib64 /usr/bin /usr/lib /usr/lib64 /etc/ld.so.cache /dev/null /dev/urandom"
+VISIBLE_PATHS = (*SYSTEM_PATHS.split(), sys.base_prefix)
 NAMESPACES = ["namespaces"]
 PLAIN = ["plain"]
 
@@ -72,12 +62,8 @@ SUBREAPER = 36
 NO_NEW_PRIVILEGES = 38
 
 # Flags of clone(2) and unshare(2)
-NEW_MOUNTS = 0x00020000
-NEW_IPC = 0x08000000
 NEW_USER = 0x10000000
-NEW_PIDS = 0x20000000
-NEW_NETWORK = 0x40000000
-NEW_NAMESPACES = NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK
+NEW_NAMESPACES = 0x00020000 | 0x08000000 | 0x20000000 | 0x40000000  # of mounts, IPC, process IDs, network
 ANY_NAMESPACE = 0x7E020000
 
 # Flags of mount(2)
@@ -88,39 +74,18 @@ BIND = 4096
 RECURSIVE = 16384
 PRIVATE = 1 << 18
 
-# Numbers of system calls, on x86_64 and on aarch64
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # index into the pairs below, AUDIT_ARCH
-REFUSED_CALLS = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "io_uring_setup": (425, 425),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "pidfd_getfd": (438, 438),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "chroot": (161, 51),
-    "pivot_root": (155, 41),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "syslog": (103, 116),
-}
+# Names of refused system calls, each with its numbers on x86_64 and on aarch64
+REFUSED_CALLS = """
+    socket 41 198             connect 42 203            bind 49 200               io_uring_setup 425 425
+    shmget 29 194             semget 64 190             msgget 68 186             mq_open 240 180
+    memfd_create 319 279      memfd_secret 447 447      add_key 248 217           request_key 249 218
+    keyctl 250 219            ptrace 101 117            process_vm_readv 310 270  process_vm_writev 311 271
+    pidfd_getfd 438 438       unshare 272 97            setns 308 268             mount 165 40
+    chroot 161 51             pivot_root 155 41         open_tree 428 428         move_mount 429 429
+    fsopen 430 430            bpf 321 280               perf_event_open 298 241   userfaultfd 323 282
+    syslog 103 116
+"""
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # which of the two numbers, AUDIT_ARCH
 CLONE = (56, 220)
 CLONE3 = 435
 LANDLOCK_CREATE_RULESET = 444
@@ -238,9 +203,7 @@ def stop(supervisor: subprocess.Popen):
 def remove(folder: str):
     """Remove a folder whatever a program left in it. (shutil.rmtree fails if folders nest too deeply.)"""
     for command in (["chmod", "-R", "u+rwx", folder], ["rm", "-rf", folder]):
-        subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
 
 
 # ---------------------------------------------- in the supervisor -------------------------------------------
@@ -440,12 +403,7 @@ def restrict_files(folder: str):
     version = libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if version < 1:
         return
-    rights_by_version = {
-        1: 13,
-        2: 14,
-        3: 15,
-        4: 15,
-    }  # how many access rights each version knows; later ones 16
+    rights_by_version = {1: 13, 2: 14, 3: 15, 4: 15}  # number of access rights; later versions have 16
     all_rights = (1 << rights_by_version.get(version, 16)) - 1
     tcp = 3 if version >= 4 else 0
     scopes = 3 if version >= 6 else 0
@@ -453,17 +411,14 @@ def restrict_files(folder: str):
     ruleset = libc.syscall(LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     check(ruleset, "landlock_create_ruleset")
     execute, write_file, read_file, read_directory = 1, 2, 4, 8
-    for path in (*VISIBLE_PATHS, folder):
-        if not os.path.exists(path):
-            continue
+    for path in filter(os.path.exists, (*VISIBLE_PATHS, folder)):
+        rights = read_file | execute
         if path == folder:
             rights = all_rights
         elif path.startswith("/dev"):
             rights = read_file | write_file
         elif os.path.isdir(path):
-            rights = read_file | execute | read_directory
-        else:
-            rights = read_file | execute
+            rights |= read_directory
         file = os.open(path, os.O_PATH)
         rule = struct.pack("=Qi", rights, file)
         check(libc.syscall(LANDLOCK_ADD_RULE, ruleset, 1, rule, 0), "landlock_add_rule")
@@ -486,8 +441,8 @@ def refuse_calls():
 
     steps = [(load, 0, 0, call_architecture), (if_equal, 1, 0, architecture), refuse]  # 32-bit calls
     steps += [(load, 0, 0, call_number), (if_at_least, 0, 1, 1 << 30), refuse]  # x32 has other numbers
-    for numbers in REFUSED_CALLS.values():
-        steps += [(if_equal, 0, 1, numbers[column]), refuse]
+    for number in REFUSED_CALLS.split()[1 + column :: 3]:
+        steps += [(if_equal, 0, 1, int(number)), refuse]
     # A filter cannot see the flags of clone3. Told that it does not exist, libc uses clone instead.
     steps += [(if_equal, 0, 1, CLONE3), not_implemented]
     steps += [(if_equal, 0, 3, CLONE[column]), (load, 0, 0, first_argument)]

@@ -22,28 +22,46 @@ import torch
 from extras import reward_workers
 from extras.reward_workers import RewardError, RewardWorkers
 from tests.conftest import Config
-from train import Sample, UserError
+from train import Sample, Trainer, UserError
+
+
+class Core:
+    """The part of the core's Trainer that the extra wraps."""
+
+    score = Trainer.score
+
+    def __init__(self, config, dataset_class, reward_fn, env_step):
+        self.config = config
+        self.reward_fn = reward_fn
+        self.reward_timeout = config.reward_timeout
 
 
 def make_samples(count: int, **fields) -> list[Sample]:
     return [Sample(messages=[], row={}, key=(0, i), **fields) for i in range(count)]
 
 
-def call_all(reward_fn, samples: list[Sample], workers: int = 2, timeout: float = 20.0, then=None) -> list:
-    """What each call returned or raised, sample by sample. Calls `then(workers)` before they end."""
-    pool = RewardWorkers(reward_fn, Config(reward_workers=workers, reward_timeout=timeout))
+def score_all(reward_fn, samples: list[Sample], workers: int = 2, timeout: float = 20.0, then=None) -> list:
+    """The reward of each sample, or what its scoring raised. Calls `then(trainer)` before the workers end."""
+    config = Config(reward_workers=workers, reward_timeout=timeout)
+    trainer = reward_workers.extend(Core)(config, None, reward_fn, None)
 
     async def gather():
-        calls = [pool.call(sample) for sample in samples]
+        calls = [trainer.score(sample) for sample in samples]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     try:
-        outcomes = asyncio.run(gather())
+        errors = asyncio.run(gather())
         if then:
-            then(pool)
-        return outcomes
+            then(trainer)
+        return [error or sample.reward for error, sample in zip(errors, samples)]
     finally:
-        pool.close()
+        end_workers(trainer.workers)
+
+
+def end_workers(workers: RewardWorkers):
+    """Ends the nursery, as the end of the trainer does."""
+    workers.nursery.close()
+    os.waitpid(workers.nursery_pid, 0)
 
 
 def wait_until(condition, seconds: float = 15.0):
@@ -53,9 +71,10 @@ def wait_until(condition, seconds: float = 15.0):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_hang_or_a_crash_fails_one_sample(workers):
-    def reward_fn(sample):
+# ---------------------------------------------- hangs and crashes -------------------------------------------
+@pytest.mark.parametrize("workers, is_async", [(1, False), (2, False), (2, True)])
+def test_a_hang_or_a_crash_fails_one_sample(workers, is_async):
+    def sync_reward_fn(sample):
         if sample.key == (0, 2):
             sum(range(10**15))  # C code that no signal handler interrupts
         if sample.key == (0, 5):
@@ -69,130 +88,103 @@ def test_a_hang_or_a_crash_fails_one_sample(workers):
             os._exit(3)
         return sample.key[1] / 2
 
-    outcomes = call_all(reward_fn, make_samples(12), workers, timeout=2.0)
-    failures = {i: str(outcome) for i, outcome in enumerate(outcomes) if isinstance(outcome, Exception)}
-    assert failures.keys() == {2, 5, 6, 7, 8}
-    assert failures[2] == "reward_fn took longer than --reward_timeout 2 s"
-    assert failures[5].endswith("died without a valid reply (killed by SIGKILL)")
-    assert failures[6].endswith("died without a valid reply (killed by SIGSEGV)")
-    assert failures[7].startswith("SystemExit: gives up")
-    assert failures[8].endswith("died without a valid reply (exit code 3)")
-    assert all(outcomes[i] == (i / 2, {}) for i in range(12) if i not in failures)
+    async def async_reward_fn(sample):
+        await asyncio.sleep(60 if sample.key == (0, 9) else 0)
+        return sync_reward_fn(sample)
+
+    def see(trainer):
+        idle = {pid for pid, _ in trainer.workers.idle}
+        nursery = psutil.Process(trainer.workers.nursery_pid)
+        assert {child.pid for child in nursery.children()} == idle and len(idle) <= workers
+
+    reward_fn = async_reward_fn if is_async else sync_reward_fn
+    found = score_all(reward_fn, make_samples(12), workers, timeout=2.0, then=see)
+    failures = {i: error for i, error in enumerate(found) if isinstance(error, Exception)}
+    assert failures.keys() == {2, 5, 6, 7, 8} | ({9} if is_async else set())
+    assert all(isinstance(failures.get(i, TimeoutError()), TimeoutError) for i in (2, 9))  # the core's limit
+    assert str(failures[5]).endswith("died without a valid reply (killed by SIGKILL)")
+    assert str(failures[6]).endswith("died without a valid reply (killed by SIGSEGV)")
+    assert str(failures[7]).startswith("SystemExit: gives up")
+    assert str(failures[8]).endswith("died without a valid reply (exit code 3)")
+    assert all(found[i] == i / 2 for i in range(12) if i not in failures)
 
 
-@pytest.mark.parametrize("harm", ["hang", "crash"])
-def test_a_hang_or_a_crash_of_an_async_reward_fails_one_sample(monkeypatch, harm):
-    monkeypatch.setattr(reward_workers, "GRACE", 0.1)
-
-    async def reward_fn(sample):
-        await asyncio.sleep(0.01)  # all samples are open by then
-        if sample.key == (0, 3):
-            time.sleep(60) if harm == "hang" else os._exit(0)
-        await asyncio.sleep(0.05)
-        return 1.0
-
-    def see(pool):
-        assert pool.workers == []  # the one that hangs is killed
-
-    outcomes = call_all(reward_fn, make_samples(8), workers=1, timeout=2.0, then=see)
-    assert isinstance(outcomes[3], RewardError)
-    assert outcomes[:3] + outcomes[4:] == [(1.0, {})] * 7
+def test_the_wait_for_a_worker_does_not_count_as_time_of_the_call():
+    assert score_all(lambda sample: time.sleep(0.4) or 1.0, make_samples(6), 1, timeout=1.5) == [1.0] * 6
 
 
-def test_async_rewards_wait_side_by_side():
-    inside = []
+def test_async_calls_of_a_worker_share_an_event_loop():
+    lock = asyncio.Lock()  # stands for a connection: it belongs to the first loop that waits for it
 
     async def reward_fn(sample):
-        inside.append(sample)
-        while len(inside) < 40:  # for ever, if they came one by one
+        async with lock:
+            waits = asyncio.ensure_future(lock.acquire())
             await asyncio.sleep(0.01)
+        await waits
+        lock.release()
         return 1.0
 
-    assert call_all(reward_fn, make_samples(40), workers=1) == [(1.0, {})] * 40
-
-
-def test_an_async_reward_that_waits_too_long_fails_alone():
-    async def reward_fn(sample):
-        await asyncio.sleep(60 if sample.key[1] == 1 else 0)
-        return os.getpid()
-
-    first, late, last = call_all(reward_fn, make_samples(3), workers=1, timeout=1.0)
-    assert "took longer than --reward_timeout 1 s" in str(late) and "(" not in str(late)
-    assert first == last
+    assert score_all(reward_fn, make_samples(3), workers=1) == [1.0] * 3
 
 
 def test_a_reward_may_time_out_by_itself():
     async def reward_fn(sample):
         raise TimeoutError
 
-    (outcome,) = call_all(reward_fn, make_samples(1))
-    assert str(outcome).startswith("TimeoutError (") and "--reward_timeout" not in str(outcome)
+    (error,) = score_all(reward_fn, make_samples(1))
+    assert isinstance(error, RewardError) and str(error).startswith("TimeoutError (")
 
 
-def test_a_reward_that_always_hangs_does_not_cost_its_timeout_for_each_sample():
+@pytest.mark.parametrize("harm", ["dies", "writes"])
+def test_what_a_worker_does_between_two_calls_costs_nothing(harm):
     def reward_fn(sample):
-        time.sleep(60)
+        writer = threading.Timer(0.1, write_to_sockets, [b'[9.0, {}, ""]\n'])
+        writer.start() if harm == "writes" else None
+        return 1.0
 
-    messages = [str(outcome) for outcome in call_all(reward_fn, make_samples(40), timeout=0.2)]
-    called = [message for message in messages if "took longer than --reward_timeout 0.2 s" in message]
-    spared = [message for message in messages if "was not called: the last 5 calls hung" in message]
-    assert len(called) in (5, 6) and len(called) + len(spared) == 40
+    def see(trainer):
+        ((pid, connection),) = trainer.workers.idle
+        if harm == "dies":
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        time.sleep(0.5)
+        sample = make_samples(1)[0]
+        asyncio.run(trainer.score(sample))
+        assert sample.reward == 1.0 and not psutil.pid_exists(pid)
+
+    score_all(reward_fn, make_samples(1), workers=1, then=see)
 
 
-def test_a_new_batch_of_samples_is_tried_again_after_one_that_hung():
+def write_to_sockets(text: bytes):
+    """Writes to all sockets of this process."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            connection = socket.socket(fileno=int(name))
+            connection.settimeout(0.5)
+            connection.sendall(text)
+            connection.detach()
+
+
+HOSTILE = [
+    *(b"{}\n", b"5\n", b"[1,2]\n", b"[" * 100_000 + b"\n", b"\xff\n", b"cos\nsystem\n"),
+    b"[1.0, {}," + b" " * reward_workers.REPLY_BYTES + b' ""]\n',
+]
+
+
+@pytest.mark.parametrize("reply", HOSTILE)
+def test_a_hostile_reply_fails_one_sample(reply):
     def reward_fn(sample):
-        if sample.state.get("hangs"):
+        if sample.key[1] == 1:
+            write_to_sockets(reply)
             time.sleep(60)
         return 1.0
 
-    def another_batch(pool):
-        assert asyncio.run(pool.call(make_samples(1)[0])) == (1.0, {})
-
-    call_all(reward_fn, make_samples(10, state={"hangs": True}), workers=1, timeout=0.1, then=another_batch)
-
-
-@pytest.mark.slow
-def test_an_event_loop_that_was_busy_is_no_timeout():
-    async def call_and_block(pool):
-        await pool.call(make_samples(1)[0])  # starts the worker
-        call = asyncio.ensure_future(pool.call(make_samples(1, state={"text": "x" * 1_000_000})[0]))
-        for _ in range(10):  # an engine in the trainer's process blocks the event loop when it generates
-            await asyncio.sleep(0)
-            time.sleep(0.45)
-        return await call
-
-    pool = RewardWorkers(lambda sample: 1.0, Config(reward_workers=1, reward_timeout=0.4))
-    assert asyncio.run(call_and_block(pool)) == (1.0, {})
-    pool.close()
+    first, hostile, last = score_all(reward_fn, make_samples(3), workers=1)
+    assert isinstance(hostile, RewardError)
+    assert first == last == 1.0
 
 
-def test_a_worker_that_dies_between_two_calls_costs_nothing():
-    def kill_it_and_call(pool):
-        (worker,) = pool.workers
-        os.kill(worker.pid, signal.SIGKILL)
-        wait_until(lambda: psutil.Process(worker.pid).status() == psutil.STATUS_ZOMBIE)
-        assert asyncio.run(pool.call(make_samples(1)[0])) == (1.0, {})
-        assert not psutil.pid_exists(worker.pid)
-
-    call_all(lambda sample: 1.0, make_samples(1), workers=1, then=kill_it_and_call)
-
-
-def test_a_cancelled_call_leaves_no_busy_worker():
-    def reward_fn(sample):
-        time.sleep(60 if sample.key[1] == 0 else 0)
-        return 1.0
-
-    async def cancel_the_first(pool):
-        first, second = make_samples(2)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(pool.call(first), 0.2)
-        return await pool.call(second)
-
-    pool = RewardWorkers(reward_fn, Config(reward_workers=1, reward_timeout=5))
-    assert asyncio.run(cancel_the_first(pool)) == (1.0, {})
-    pool.close()
-
-
+# ---------------------------------------------- results -----------------------------------------------------
 def test_what_comes_back_and_what_does_not():
     total = 10.0
 
@@ -203,39 +195,31 @@ def test_what_comes_back_and_what_does_not():
             sample.state["told"] = "changed"
             return [total, np.int64(sample.state["number"])]
 
+    async def call_in_turn():
+        return [await workers.call(sample) for sample in samples]
+
     samples = [Sample([], {}, key=(1, i), state={"number": i}) for i in range(2)]
-    first, second = call_all(Task().reward_fn, samples)
+    workers = RewardWorkers(Task().reward_fn, Config(reward_workers=1))
+    first, second = asyncio.run(call_in_turn())
     assert (first[0], second[0]) == ([10.0, 0.0], [10.0, 1.0])
     assert first[1]["numpy"] == 0.5 and first[1]["drawn"] != second[1]["drawn"]
     assert [sample.state for sample in samples] == [{"number": 0}, {"number": 1}]
-    assert call_all(Task().reward_fn, samples[::-1], workers=1) == [second, first]  # whatever came before
+    samples.reverse()
+    assert asyncio.run(call_in_turn()) == [second, first]  # whatever came before
+    end_workers(workers)
 
 
-def test_a_trainer_calls_its_reward_in_a_worker_without_a_limit_of_its_own():
+def test_a_trainer_calls_its_reward_in_a_worker_and_keeps_other_metrics():
     def reward_fn(sample):
         sample.metrics["pid"] = os.getpid()
         return 1.0
 
-    class Core:
-        def __init__(self, config, dataset_class, reward_fn, env_step):
-            self.given = (config, dataset_class, env_step)
-            self.reward_fn, self.reward_timeout = reward_fn, config.reward_timeout
-
-    trainer_class = reward_workers.extend(Core)
-    (sample,) = make_samples(1, metrics={"before": 2.0})
-    trainer = trainer_class(Config(reward_workers=1), "dataset", reward_fn, "env_step")
-    assert trainer.given[1:] == ("dataset", "env_step") and trainer.reward_timeout is None
-    assert asyncio.run(trainer.reward_fn(sample)) == 1.0
-    assert sample.metrics["before"] == 2.0 and sample.metrics["pid"] != os.getpid()
-    trainer = trainer_class(Config(), "dataset", reward_fn, "env_step")
-    assert trainer.reward_fn is reward_fn and trainer.reward_timeout == 60
-
-    class Recipe(Core):
-        def __init__(self, config, dataset_class, reward_fn, env_step):
-            super().__init__(config, dataset_class, lambda sample: 0.0, env_step)
-
-    with pytest.raises(UserError, match="--reward_workers: this recipe replaces reward_fn"):
-        reward_workers.extend(Recipe)(Config(reward_workers=1), "dataset", reward_fn, "env_step")
+    samples = make_samples(1, metrics={"before": 2.0})
+    assert score_all(reward_fn, samples) == [1.0]
+    assert samples[0].metrics["before"] == 2.0 and samples[0].metrics["pid"] != os.getpid()
+    trainer = reward_workers.extend(Core)(Config(), None, reward_fn, None)
+    asyncio.run(trainer.score(samples[0]))
+    assert samples[0].metrics["pid"] == os.getpid()
 
 
 def test_a_failing_reward_names_its_line_and_changes_nothing():
@@ -244,9 +228,9 @@ def test_a_failing_reward_names_its_line_and_changes_nothing():
         json.loads("{\n\n")  # the error's innermost line is not the user's
 
     (sample,) = make_samples(1, metrics={"kept": 1.0})
-    (outcome,) = call_all(reward_fn, [sample])
+    (error,) = score_all(reward_fn, [sample])
     line = reward_fn.__code__.co_firstlineno + 2
-    assert str(outcome) == (
+    assert str(error) == (
         "JSONDecodeError: Expecting property name enclosed in double quotes: line 3 column 1 (char 3) "
         f"({__file__}:{line})"
     )
@@ -254,68 +238,48 @@ def test_a_failing_reward_names_its_line_and_changes_nothing():
 
 
 @pytest.mark.parametrize("result", [torch.tensor(1.0), None, "high", {1: 2}, float("nan")])
-def test_what_is_no_number_is_left_to_the_trainer_to_reject(result):
+def test_what_is_no_number_is_rejected(result):
     def reward_fn(sample):
         sample.metrics["a"] = result
-        return result
+        return result if sample.key[1] == 0 else 1.0
 
-    ((found, metrics),) = call_all(reward_fn, make_samples(1))
-    assert not isinstance(found, int | float) or found != found
-    assert set(metrics) == {"a"}
+    assert all(isinstance(error, TypeError | ValueError) for error in score_all(reward_fn, make_samples(2)))
 
 
-HOSTILE = [b"{}\n", b"[]\n", b"[" * 100_000 + b"\n", b"x" * 2**21 + b"\n", b"\xff\n", b"cos\nsystem\n"]
-
-
-@pytest.mark.parametrize("reply", HOSTILE)
-def test_a_hostile_reply_fails_one_sample(reply):
-    def reward_fn(sample):
-        if sample.key[1] == 1:
-            for name in os.listdir("/proc/self/fd"):  # it got hold of the socket
-                with suppress(OSError):
-                    connection = socket.socket(fileno=int(name))
-                    connection.settimeout(0.5)
-                    connection.sendall(reply)
-            time.sleep(60)
-        return 1.0
-
-    first, hostile, last = call_all(reward_fn, make_samples(3), workers=1)
-    assert isinstance(hostile, RewardError)
-    assert first == last == (1.0, {})
-
-
+# ---------------------------------------------- mistakes that end the run -----------------------------------
 def test_what_cannot_be_pickled_ends_in_one_line():
-    (outcome,) = call_all(lambda sample: 1.0, make_samples(1, state={"lock": threading.Lock()}))
-    assert isinstance(outcome, UserError)
-    assert "cannot pickle" in str(outcome) and "sample.state" in str(outcome)
-    assert "set --reward_workers to 0" in str(outcome) and "\n" not in str(outcome)
+    (error,) = score_all(lambda sample: 1.0, make_samples(1, state={"lock": threading.Lock()}))
+    assert isinstance(error, UserError)
+    assert "cannot pickle" in str(error) and "sample.state" in str(error)
+    assert "set --reward_workers to 0" in str(error) and "\n" not in str(error)
 
 
 def test_without_the_nursery_the_run_ends_in_one_line():
-    pool = RewardWorkers(lambda sample: 1.0, Config(reward_workers=1))
-    os.kill(pool.nursery_pid, signal.SIGKILL)
+    async def kill_the_nursery():
+        call = asyncio.ensure_future(workers.call(make_samples(1)[0]))
+        await asyncio.sleep(0.5)
+        os.kill(workers.nursery_pid, signal.SIGKILL)
+        await asyncio.wait_for(call, 10)  # the worker dies, too
+
+    workers = RewardWorkers(lambda sample: sum(range(10**15)), Config(reward_workers=1))
     with pytest.raises(UserError, match="forks the reward workers has died; set --reward_workers to 0"):
-        asyncio.run(pool.call(make_samples(1)[0]))
-    pool.close()
+        asyncio.run(kill_the_nursery())
+    end_workers(workers)
 
 
-def test_elsewhere_than_on_linux_the_run_ends_in_one_line(monkeypatch):
+def test_where_workers_are_impossible_the_run_ends_in_one_line(monkeypatch):
+    class Recipe(Core):
+        def __init__(self, config, dataset_class, reward_fn, env_step):
+            super().__init__(config, dataset_class, lambda sample: 0.0, env_step)
+
+    with pytest.raises(UserError, match="--reward_workers: this recipe replaces reward_fn"):
+        reward_workers.extend(Recipe)(Config(reward_workers=1), None, lambda sample: 1.0, None)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(UserError, match="--reward_workers requires Linux; set it to 0"):
         RewardWorkers(lambda sample: 1.0, Config(reward_workers=1))
 
 
-def test_close_ends_all_processes():
-    def see(pool):
-        nursery = psutil.Process(pool.nursery_pid)
-        family.extend([nursery, *nursery.children(recursive=True)])
-
-    family = []
-    call_all(lambda sample: subprocess.Popen(["sleep", "600"]).poll() or 1.0, make_samples(4), then=see)
-    assert len(family) >= 3
-    assert not psutil.wait_procs(family, timeout=10)[1]
-
-
+# ---------------------------------------------- the end -----------------------------------------------------
 def test_no_process_outlives_the_trainer_and_none_ends_before_it():
     def reward_fn(sample):
         subprocess.Popen(["sleep", "600"])
@@ -347,13 +311,13 @@ def test_no_process_outlives_the_trainer_and_none_ends_before_it():
 
 def become_trainer(reward_fn):
     """A process with reward workers, and another child that holds a copy of its sockets."""
-    pool = RewardWorkers(reward_fn, Config(reward_workers=2, reward_timeout=600))
+    workers = RewardWorkers(reward_fn, Config(reward_workers=2))
     if os.fork() == 0:
         time.sleep(60)
         os._exit(0)
 
     async def gather():
-        await asyncio.gather(*[pool.call(sample) for sample in make_samples(2)])
+        await asyncio.gather(*[workers.call(sample) for sample in make_samples(2)])
 
     asyncio.run(gather())
     os._exit(0)
