@@ -190,6 +190,7 @@ GOOD = '{"step": 1, "ids": [5, 6], "trained": [[1, 2]]}\n'
         (None, [], "does not exist"),
         ("", [], "no samples yet"),
         ('{"a": 1}\n', [], "no samples yet"),
+        ('{"step": 1, "a"}\n', [], "1 damaged lines, and no sample"),
         (GOOD, ["--steps", "2"], "--steps 2: the run has samples of steps 1 to 1"),
         (GOOD, ["--steps", "a"], "--steps a"),
         (GOOD, ["--limit", "-1"], "--limit -1"),

@@ -107,6 +107,8 @@ def read_samples(path: Path, steps: str, limit: int, group_size: int) -> tuple[l
                 records.append(json.loads(line))
             except ValueError:
                 damaged += 1
+    if not records:
+        raise ViewError(f"{path}: {damaged} damaged lines, and no sample")
     note = f"{len(records):,} of {counts.total():,} samples"
     if len(records) < counts.total():
         note += f", from {len(left)} steps; select others with --steps FIRST:LAST, more with --limit N"
