@@ -149,9 +149,13 @@ def load_decoder(name: str):
         reason = str(error).partition("\n")[0]
         raise ViewError(f"no tokenizer in {name or 'the run'}: {reason}; set --tokenizer") from error
 
+    anchor = tokenizer.encode("a", add_special_tokens=False)[-1]  # the first token of a text may lose a space
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    before = len(tokenizer.decode([anchor], **options))
+
     @cache
     def decode(*ids: int) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return tokenizer.decode([anchor, *ids], **options)[before:]
 
     return decode
 
