@@ -39,7 +39,7 @@ class Page(HTMLParser):
         self.attributes = []
         self.articles = []  # [attributes, text, tokens] of each sample
         self.inside = []  # the tags that are open, from the sample's on
-        self.feed(path.read_text())
+        self.feed(path.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
@@ -100,7 +100,8 @@ def test_what_a_model_wrote_stays_text(tokenizer, tmp_path, with_tokens):
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
     assert (
         len(nonce) == 32
-        and f'nonce="{nonce}"' not in (tmp_path / "samples.html").read_text().partition("<script")[0]
+        and f'nonce="{nonce}"'
+        not in (tmp_path / "samples.html").read_text(encoding="utf-8").partition("<script")[0]
     )
     for text, (_, shown, tokens) in zip(HOSTILE, page.articles, strict=True):
         assert shown.count(view.visible(text)) == 3  # the completion, the failure, the name of a metric
@@ -120,7 +121,7 @@ def test_numbers_stand_at_their_tokens(tmp_path, tokenizer):
     assert json.loads(attributes["data-columns"]) == expected
     assert tokens == [tokenizer.decode([token]) for token in (7, 8, 10)]
     assert tokenizer.decode([9]) in text and "0.123" in text and "[1.0, 2.0]" in text
-    html = (tmp_path / "samples.html").read_text()
+    html = (tmp_path / "samples.html").read_text(encoding="utf-8")
     assert '<option value="logprobs" data-bound="2.98">engine&#39;s log-prob</option>' in html
     assert f'<div class="text given">{tokenizer.decode([5, 6])}</div>' in html
 
@@ -156,7 +157,7 @@ def test_samples_of_a_group_stand_together_the_best_first(tmp_path):
     ]
     assert page.tags.count("details") == 2 * 3 and "17" in page.articles[0][1]
     assert [len(tokens) for *_, tokens in page.articles] == [0, 0, 0, 1, 0]
-    html = (tmp_path / "samples.html").read_text()
+    html = (tmp_path / "samples.html").read_text(encoding="utf-8")
     assert "Step 1, prompt 0: mean reward 0.25 of" in html and "Step 2, prompt 9: mean reward 1 of" in html
 
 
@@ -180,7 +181,7 @@ def test_a_long_run_makes_a_page_of_some_steps(tmp_path, monkeypatch):
     assert len(page.articles) == 12 and page.tags.count("i") == 36
     monkeypatch.setattr(view, "TOKEN_LIMIT", 60)  # six of each step: two samples
     page = viewed(tmp_path, ten)
-    assert page.said == "40 of 40 samples; 20 samples without their numbers per token, which --steps can show"
+    assert page.said == "40 of 40 samples; 20 samples show only their text: a page has numbers for 60 tokens"
     assert page.tags.count("i") == 60 and page.articles[2][1].count("so") == 1
 
 

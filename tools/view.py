@@ -112,7 +112,9 @@ def read_samples(path: Path, steps: str, limit: int, group_size: int) -> tuple[l
     note = f"{len(records):,} of {counts.total():,} samples"
     if len(records) < counts.total():
         note += f", from {len(left)} steps; select others with --steps FIRST:LAST, more with --limit N"
-    return records, note + f"; {damaged} damaged or unfinished lines skipped" * (damaged > 0)
+    if damaged:
+        note += f"; {damaged} damaged or unfinished lines skipped"
+    return records, note
 
 
 # ---- What the page shows of them -------------------------------------------------------------------------
@@ -184,10 +186,9 @@ def parts_of(record: dict, decode) -> list[dict]:
     for i in range(len(edges) - 1):
         ids = record["ids"][edges[i] : edges[i + 1]]
         is_trained = i % 2 == 0
+        texts = spell(ids, decode) if is_trained else [decode(*ids)]
         if ids:
-            parts.append(
-                {"is_trained": is_trained, "texts": spell(ids, decode) if is_trained else [decode(*ids)]}
-            )
+            parts.append({"is_trained": is_trained, "texts": texts})
     return parts
 
 
@@ -267,21 +268,22 @@ def write_view(run: Path, output: Path, steps: str = "", limit: int = LIMIT, tok
     records, note = read_samples(run / "samples.jsonl", steps, limit, group_size)
     dropped = drop_details(records, TOKEN_LIMIT)
     if dropped:
-        note += f"; {dropped} samples without their numbers per token, which --steps can show"
+        note += f"; {dropped} samples show only their text: a page has numbers for {TOKEN_LIMIT:,} tokens"
     exported = run / "model"
     tokenizer = tokenizer or str(exported if exported.is_dir() else config.get("model", ""))
     decode = load_decoder(tokenizer) if any(map(count_trained, records)) else None
     groups = show_groups(records, group_size, decode)
     environment = jinja2.Environment(autoescape=True, finalize=visible, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"short": short, "json": json.dumps}
-    html = environment.from_string(Path(__file__).with_suffix(".html").read_text()).render(
+    template = environment.from_string(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    html = template.render(
         run=run.resolve().name,
         note=note,
         groups=groups,
         options=options_of([sample for group in groups for sample in group["samples"]]),
         nonce=secrets.token_hex(16),  # names the page's own script; no text can know it
     )
-    output.write_text(html)
+    output.write_text(html, encoding="utf-8")
     return f"{output}, {output.stat().st_size / 1e6:.1f} MB: {note}"
 
 
