@@ -1,37 +1,65 @@
-"""Tests of tools/samples.py, tools/view.py with its page, and tools/curve.py."""
+"""Tests of tools/view.py with its page, and of tools/curve.py."""
 
-import base64
-import hashlib
 import json
-import math
 import os
-import re
 import subprocess
 import sys
 import warnings
+from html.parser import HTMLParser
 from pathlib import Path
 from shutil import which
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is not a folder is refused at once
 
-import numpy as np
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tools import curve, view
-from tools.samples import SamplesError, of_steps, over_tokens, spread
 
 TINY = Path(__file__).parent.parent / "assets/tiny"
 HOSTILE = [
     "</script><script>alert(1)</script>",
     "<!--<script>",
     "<img src=x onerror=alert(1)>",
-    "{data}{script}{hash}\\1",
-    "a\u2028b\u2029c\x00d\x1b[31m\u202ee\r\n",
-    "naïve 😀 日本語",
-    "\\u003c/script> &lt;b&gt; \"'`${1}",
+    "\"'> onclick=alert(1) {{ nonce }}{% raw %}\\1",
+    "a\u2028b\u2029c\x00d\x1b[31m\u202ee\r",
+    "naïve 😀 日本語 &lt;b&gt; ${1}",
 ]
-NAN = pytest.approx(math.nan, nan_ok=True)
+TAGS = "html meta title style header h1 div label select option span form input button details summary"
+TAGS = {*TAGS.split(), "article", "i", "script"}
+
+
+class Page(HTMLParser):
+    """What a browser sees of a page: tags, attributes, and the texts of samples and tokens."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.tags = []
+        self.attributes = []
+        self.articles = []  # [attributes, text, tokens] of each sample
+        self.inside = []  # the tags that are open, from the sample's on
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += attributes
+        if tag == "article":
+            self.articles.append([dict(attributes), "", []])
+        if tag == "article" or self.inside:
+            self.inside.append(tag)
+        if tag == "i":
+            self.articles[-1][2].append("")
+
+    def handle_endtag(self, tag):
+        if self.inside:
+            assert self.inside.pop() == tag
+
+    def handle_data(self, text):
+        if self.inside:
+            self.articles[-1][1] += text
+        if self.inside[-1:] == ["i"]:
+            self.articles[-1][2][-1] += text
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +72,15 @@ def record_of(place: int, index: int, text: str = "so", **others) -> dict:
     return {"key": [place, index], "reward": 1.0, "text": text, "row": {"target": place}} | others
 
 
-def a_run(folder: Path, steps: dict[int, list[dict]], group_size: int = 2) -> Path:
-    """A folder as train.py leaves it, but for weights: config.json and samples.jsonl."""
+def viewed(folder: Path, steps: dict[int, list[dict]], group_size: int = 2, end: str = "", **options) -> Page:
+    """The page of a run with these samples by step; `end` follows them in samples.jsonl."""
     records = [{"step": step} | record for step, records in steps.items() for record in records]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "samples.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + end)
     (folder / "config.json").write_text(json.dumps({"model": str(TINY), "group_size": group_size}))
-    return folder
-
-
-def viewed(run: Path, **options) -> tuple[str, dict]:
-    """The page's block of data up to where a browser ends it, as text and as an object."""
-    view.write_view(run, run / "samples.html", **options)
-    block = (run / "samples.html").read_text().partition('id="data">')[2].partition("</script")[0]
-    return block, json.loads(block)
-
-
-def joined(page: dict, tokens: list[int]) -> str:
-    """What places in the page's vocabulary spell together, without special tokens."""
-    parts = [page["vocabulary"][token] for token in tokens if token not in page["special"]]
-    return b"".join(part.encode() if isinstance(part, str) else bytes(part) for part in parts).decode()
+    said = view.write_view(folder, folder / "samples.html", **options)
+    page = Page(folder / "samples.html")
+    page.said = said.partition(": ")[2]
+    return page
 
 
 # ---------------------------------------------- the page -----------------------------------------------
@@ -71,176 +89,111 @@ def test_what_a_model_wrote_stays_text(tokenizer, tmp_path, with_tokens):
     records = []
     for i, text in enumerate(HOSTILE):
         ids = tokenizer.encode(text)
-        tokens = {"ids": [*ids, *ids, 2], "trained": [[len(ids), 2 * len(ids) + 1]]} if with_tokens else {}
-        others = {"row": {text: text, "lone": "\ud800"}, "metrics": {text: math.nan}, "failure": text}
-        records.append(record_of(i, 0, text, **tokens, **others))
-    block, page = viewed(a_run(tmp_path, {1: records}))
-    assert "<" not in block and block.isascii()
-    for record, shown in zip(records, page["samples"], strict=True):
-        group = page["groups"][shown["group"]]
-        if with_tokens:
-            assert joined(page, shown["tokens"]) == joined(page, group["prompt"]) == record["text"]
-        else:
-            assert shown["turns"] == [record["text"]] and group["prompt"] == []
-        assert group["row"] == record["row"] and shown["failure"] == record["text"]
-        assert shown["metrics"] == {record["text"]: "NaN"}
-    html = (tmp_path / "samples.html").read_text()
-    assert html.count("<script") == html.count("</script>") == 2
-    assert "<img" not in html and "<!--<" not in html
-    (allowed,) = re.findall(r"script-src '(.*?)'", html)
-    script = html.rpartition("<script>")[2].partition("</script>")[0]
-    assert allowed == "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        tokens = {"ids": [*ids, *ids, 2], "trained": [[len(ids), 2 * len(ids) + 1]], "advantages": 0.5}
+        others = {"row": {text: text, "lone": "\ud800"}, "metrics": {text: float("nan")}, "failure": text}
+        records.append(record_of(i, 0, text, **(tokens if with_tokens else {}), **others, **{text: 1}))
+    page = viewed(tmp_path, {1: records})
+    assert TAGS.issuperset(page.tags) and page.tags.count("script") == 1
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name in ("src", "href")]
+    (policy,) = [value for name, value in page.attributes if name == "content" and "script-src" in value]
+    (nonce,) = [value for name, value in page.attributes if name == "nonce"]
+    assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{nonce}'"
+    assert (
+        len(nonce) == 32
+        and f'nonce="{nonce}"'
+        not in (tmp_path / "samples.html").read_text(encoding="utf-8").partition("<script")[0]
+    )
+    for text, (_, shown, tokens) in zip(HOSTILE, page.articles, strict=True):
+        assert shown.count(view.visible(text)) == 3  # the completion, the failure, the name of a metric
+        assert "".join(tokens) == (view.visible(text) + "<|im_end|>") * with_tokens
+    assert "a\\u{2028}b\\u{2029}c\\u{0}d\\u{1b}[31m\\u{202e}e\\u{d}" == view.visible(HOSTILE[4])
 
 
-def test_numbers_stand_at_their_tokens(tmp_path):
+def test_numbers_stand_at_their_tokens(tmp_path, tokenizer):
     # Two tokens of the prompt; then trained, trained, the environment's, trained. The 99th percentile of the
     # magnitudes 1, 2 and 3 is 2.98, on the way from 2 to 3.
-    record = record_of(
-        0,
-        0,
-        ids=[5, 6, 7, 8, 9, 10],
-        trained=[[2, 4], [5, 6]],
-        logprobs=[-1, -2, -3],
-        versions=4,
-        turn_ids=[0, 0, 1],
-        advantages=[0.5, 0.5, -0.5],
-        entropy=2.0,
-        rewards=[1.0, 2.0],
-        truncated=True,
-        solved=True,
-        remark="not a number",
-    )
-    _, page = viewed(a_run(tmp_path, {3: [record]}))
-    (group,) = page["groups"]
-    (shown,) = page["samples"]
-    assert group == {"step": 3, "number": 1, "prompt": group["prompt"], "row": {"target": 0}}
-    assert (len(group["prompt"]), len(shown["tokens"])) == (2, 4)
-    assert shown["trained"] == [[0, 2], [3, 4]] and shown["rewards"] == [1.0, 2.0] and shown["truncated"]
-    columns = shown["columns"]
-    assert columns.keys() == {"logprobs", "versions", "turn_ids", "advantages", "entropy", "solved"}
-    constants = [columns["versions"], columns["entropy"], columns["solved"]]  # of all trained tokens
-    assert constants == [4.0, 2.0, 1.0] and {type(constant) for constant in constants} == {float}
-    expected = {
-        "logprobs": [-1, -2, NAN, -3],
-        "turn_ids": [0, 0, NAN, 1],
-        "advantages": [0.5, 0.5, NAN, -0.5],
-    }
-    for name, values in expected.items():
-        assert np.frombuffer(base64.b64decode(columns[name]), "<f4").tolist() == values, name
-    assert page["columns"]["logprobs"] == {"low": -2.98, "high": 0}
-    assert page["columns"]["advantages"] == {"low": -0.5, "high": 0.5}
+    record = record_of(0, 0, ids=[5, 6, 7, 8, 9, 10], trained=[[2, 4], [5, 6]], logprobs=[-1, -2, -3])
+    record |= {"turn_ids": [0, 0, 1], "entropy": 2.0, "custom": [1, float("nan"), 3], "remark": "no number"}
+    record |= {"rewards": [1.0, 2.0], "versions": None, "other": [1, 2], "metrics": {"solved": 0.12345}}
+    page = viewed(tmp_path, {3: [record]})
+    ((attributes, text, tokens),) = page.articles
+    expected = {"logprobs": [-1, -2, -3], "turn_ids": [0, 0, 1], "entropy": [2], "custom": [1, None, 3]}
+    assert json.loads(attributes["data-columns"]) == expected
+    assert tokens == [tokenizer.decode([token]) for token in (7, 8, 10)]
+    assert tokenizer.decode([9]) in text and "0.123" in text and "[1.0, 2.0]" in text
+    html = (tmp_path / "samples.html").read_text(encoding="utf-8")
+    assert '<option value="logprobs" data-bound="2.98">engine&#39;s log-prob</option>' in html
+    assert f'<div class="text given">{tokenizer.decode([5, 6])}</div>' in html
 
 
-def test_samples_with_and_without_tokens_share_a_page(tmp_path):
-    tokens = {"ids": [5, 6, 7], "trained": [[2, 3]], "logprobs": -1.0}
-    records = [record_of(0, 0, **tokens), record_of(0, 1, **tokens)]
-    records += [
-        record_of(1, 0, "ab", turns=["a", "b"], rewards=[0.5, 0.5], response_length=9),
-        record_of(1, 1),
+def test_tokens_spell_spaces_and_parts_of_characters(tokenizer, tmp_path):
+    decode = view.load_decoder(str(TINY))
+    ids = tokenizer.encode("a😀 b")
+    assert view.spell(ids, decode)[0] == "a" and "".join(view.spell(ids, decode)) == "a😀 b"
+    smile = tokenizer.encode("😀")
+    assert view.spell([*smile, 2], decode) == [*[""] * (len(smile) - 1), "😀", "<|im_end|>"]
+    assert view.spell(smile[:-1], decode)[-1] == "\ufffd"  # cut off inside a character
+    # As Llama's: a space begins a word, and the first one of a text is dropped.
+    pieces = ["<unk>", "a", "▁so", "<0xC3>", "<0xBC>"]
+    words = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    words.decoder = decoders.Sequence(parts)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    assert view.spell([2, 2, 3, 4], view.load_decoder(str(tmp_path))) == [" so", " so", "", "ü"]
+
+
+def test_samples_of_a_group_stand_together_the_best_first(tmp_path):
+    # Older runs have no keys, or turns and lengths beside the text; some groups have no details.
+    old = {"reward": 2.0, "turns": ["x", "y"], "text": "xy", "response_length": 17, "truncated": True}
+    tokens = {"ids": [5, 6, 7], "trained": [[2, 3]], "logprobs": -1.0, "reward": 0.0}
+    records = [{"reward": -1.5}, old, record_of(1, 0, **tokens), record_of(1, 1)]
+    page = viewed(tmp_path, {1: records, 2: [record_of(9, 0, "ninth")]})
+    assert [attributes["data-reward"] for attributes, *_ in page.articles] == [
+        "2.0",
+        "-1.5",
+        "1.0",
+        "0.0",
+        "1.0",
     ]
-    _, page = viewed(a_run(tmp_path, {1: records}))
-    assert [len(group["prompt"]) for group in page["groups"]] == [2, 0]
-    assert ["tokens" in sample for sample in page["samples"]] == [True, True, False, False]
-    assert page["samples"][2] == {
-        "reward": 1.0,
-        "rewards": [0.5, 0.5],
-        "response_length": 9,
-        "group": 1,
-        "turns": ["a", "b"],
-    }
-    assert page["columns"].keys() == {"logprobs"} and len(page["vocabulary"]) == 3
+    assert page.tags.count("details") == 2 * 3 and "17" in page.articles[0][1]
+    assert [len(tokens) for *_, tokens in page.articles] == [0, 0, 0, 1, 0]
+    html = (tmp_path / "samples.html").read_text(encoding="utf-8")
+    assert "Step 1, prompt 0: mean reward 0.25 of" in html and "Step 2, prompt 9: mean reward 1 of" in html
 
 
-def test_texts_alone_need_no_tokenizer(tmp_path):
-    run = a_run(tmp_path, {1: [record_of(0, 0)]})
-    _, page = viewed(run, tokenizer="no/such/model")
-    assert page["vocabulary"] == [] and page["columns"] == {} and page["samples"][0]["turns"] == ["so"]
-    run = a_run(tmp_path, {1: [record_of(0, 0, ids=[5, 6], trained=[[1, 2]])]})
-    with pytest.raises(SamplesError, match="no/such/model"):
-        viewed(run, tokenizer="no/such/model")
+# ---------------------------------------------- which samples ------------------------------------------
+def test_a_long_run_makes_a_page_of_some_steps(tmp_path, monkeypatch):
+    ten = dict.fromkeys(range(1, 11), 4)
+    for steps, chosen in {"3:5": [3, 4, 5], "7": [7], "9:": [9, 10], ":2": [1, 2], "": [*ten]}.items():
+        assert list(view.choose(ten, steps, 0, 2)) == chosen, steps
+    assert view.choose(ten, "", 40, 2) == ten
+    assert view.choose(ten, "", 12, 2) == {1: 4, 5: 4, 10: 4}
+    assert view.choose(ten, "", 7, 2) == {1: 2, 10: 2}  # less than two whole steps: a group of each
+    assert view.choose({8: 5}, "", 1, 2) == {8: 2}
+    detailed = {"ids": [5, 6, 7, 8], "trained": [[1, 4]], "logprobs": -1.0}
+    records = [record_of(i // 2, i % 2, "so", **detailed) for i in range(4)]
+    ten = dict.fromkeys(range(1, 11), records)
+    page = viewed(tmp_path, ten, limit=12)
+    assert (
+        page.said
+        == "12 of 40 samples, from 3 steps; select others with --steps FIRST:LAST, more with --limit N"
+    )
+    assert len(page.articles) == 12 and page.tags.count("i") == 36
+    monkeypatch.setattr(view, "TOKEN_LIMIT", 60)  # six of each step: two samples
+    page = viewed(tmp_path, ten)
+    assert page.said == "40 of 40 samples; 20 samples show only their text: a page has numbers for 60 tokens"
+    assert page.tags.count("i") == 60 and page.articles[2][1].count("so") == 1
 
 
-def test_groups_are_told_apart_by_key_or_place(tmp_path):
-    # The same prompt everywhere, as in a game whose secrets differ. Older runs may lack keys, or repeat the
-    # key of a group that was sampled anew.
-    expected = [0, 0, 1, 1, 2, 2, 3, 3]
-    keys = [[(0, 0), (0, 1), (1, 0), (1, 1)], [(), (), (), ()], [(5, 0), (5, 1), (5, 0), (5, 1)]]
-    for of_step in keys:
-        records = [record_of(0, 0, row={}, key=key) for key in of_step]
-        _, page = viewed(a_run(tmp_path, {1: records, 2: records}))
-        assert [sample["group"] for sample in page["samples"]] == expected, of_step
-        numbers = [(group["step"], group["number"]) for group in page["groups"]]
-        assert numbers == [(1, 1), (1, 2), (2, 1), (2, 2)]
+def test_damaged_lines_are_skipped_and_counted(tmp_path):
+    for end, damaged in (('{"step": 1, "key', 1), ('{"step": 1, "a"}\n', 1), ("\0\0\n{}\n", 2)):
+        page = viewed(tmp_path, {1: [record_of(0, 0)]}, end=end)
+        assert (
+            page.said.endswith(f"; {damaged} damaged or unfinished lines skipped") and len(page.articles) == 1
+        )
 
 
-def test_older_files_are_still_readable(tmp_path):
-    old = {
-        "messages": [],
-        "row": {},
-        "ids": [5, 6, 7],
-        "logprobs": -1.0,
-        "versions": 1,
-        "steps": 0,
-        "text": "b",
-    }
-    old |= {"turns": ["b"], "key": [4, 0], "truncated": False, "failure": "", "rewards": [1.0]}
-    old |= {"advantages": [0.5, 0.25], "trained": [[1, 3]], "reward": 1.0}
-    _, page = viewed(a_run(tmp_path, {1: [old]}))
-    (shown,) = page["samples"]
-    assert shown["columns"].keys() == {"logprobs", "versions", "steps", "advantages"}
-    assert (shown["failure"], shown["truncated"], len(shown["tokens"])) == ("", False, 2)
-
-
-def test_parts_of_characters_are_bytes(tokenizer):
-    smile = view.spell(tokenizer, tokenizer.encode("😀"))
-    assert len(smile) > 1 and bytes(byte for part in smile for byte in part) == "😀".encode()
-    assert view.spell(tokenizer, tokenizer.encode(" no")) == [" no"]
-    assert view.spell(tokenizer, [2]) == ["<|im_end|>"]
-    assert view.spell(tokenizer, [10**6]) == ["[no token 1000000]"]
-
-
-# ---------------------------------------------- samples.jsonl ------------------------------------------
-def test_one_number_stands_for_all_trained_tokens():
-    mask = np.array([True, False, True])
-    assert over_tokens(2.5, mask).tolist() == [2.5, NAN, 2.5]
-    assert over_tokens([1, "NaN"], mask).tolist() == [1, NAN, NAN]  # what load_samples makes of NaN
-    assert over_tokens([1, 2, 3], mask) is over_tokens("text", mask) is over_tokens(None, mask) is None
-
-
-def test_steps_are_spread_over_a_run(tmp_path):
-    found = {step: list(range(4)) for step in range(1, 11)}
-    assert spread(found, 0, 2) == spread(found, 40, 2) == found
-    assert spread(found, 12, 2) == {1: found[1], 5: found[5], 10: found[10]}  # 12 // 4 steps, 9 // 2 apart
-    assert spread(found, 7, 2) == {1: [0, 1], 10: [0, 1]}  # less than two whole steps: a group of each
-    assert spread({8: [0, 1, 2]}, 1, 2) == {8: [0]}
-    selections = {
-        "3:5": [3, 4, 5],
-        "7": [7],
-        "9:": [9, 10],
-        ":2": [1, 2],
-        "": [*found],
-        "0": None,
-        "11:": None,
-    }
-    for steps, chosen in selections.items():
-        if chosen is None:
-            with pytest.raises(SamplesError, match="steps 1 to 10"):
-                of_steps(found, steps)
-        else:
-            assert list(of_steps(found, steps)) == chosen, steps
-    records = [record_of(i // 2, i % 2) for i in range(4)]
-    run = a_run(tmp_path, {step: records for step in range(1, 11)})
-    with (run / "samples.jsonl").open("a") as file:
-        file.write('{"step": 11, "key')  # still being written
-    assert viewed(run)[1]["note"] == "all 40 samples"
-    page = viewed(run, limit=12)[1]
-    assert page["note"].startswith("12 of 40 samples, from steps 1, 5, 10; select others with --steps")
-    assert [group["step"] for group in page["groups"]] == [1, 1, 5, 5, 10, 10]
-    assert {group["step"] for group in viewed(run, steps="4:6")[1]["groups"]} == {4, 5, 6}
-    assert viewed(run, steps="7")[1]["note"].startswith("4 of 40 samples, from step 7;")
-
-
-GOOD = '{"step": 1, "ids": [5], "trained": []}\n'
+GOOD = '{"step": 1, "ids": [5, 6], "trained": [[1, 2]]}\n'
 
 
 @pytest.mark.parametrize(
@@ -248,60 +201,35 @@ GOOD = '{"step": 1, "ids": [5], "trained": []}\n'
     [
         (None, [], "does not exist"),
         ("", [], "no samples yet"),
-        ('{"a": 1}\n', [], "line 1"),
-        ('{"step": 1, "ids"\n', [], "sample 1 of step 1 is not JSON"),
-        ('{"step": 1, "ids": []}\n', [], "neither a text nor ids"),
-        (GOOD, ["--steps", "2"], "--steps 2"),
+        ('{"a": 1}\n', [], "no samples yet"),
+        ('{"step": 1, "a"}\n', [], "1 damaged lines, and no sample"),
+        (GOOD, ["--steps", "2"], "--steps 2: the run has samples of steps 1 to 1"),
         (GOOD, ["--steps", "a"], "--steps a"),
         (GOOD, ["--limit", "-1"], "--limit -1"),
-        (GOOD, ["--tokenizer", "no/such/model"], "--tokenizer"),
+        (GOOD, ["--tokenizer", "no/such/model"], "no tokenizer in no/such/model"),
     ],
 )
 def test_a_run_without_samples_ends_in_one_line(tmp_path, monkeypatch, capsys, content, flags, message):
-    run = a_run(tmp_path, {})
-    (run / "samples.jsonl").unlink() if content is None else (run / "samples.jsonl").write_text(content)
-    monkeypatch.setattr(sys, "argv", ["view", str(run), "--output", str(run / "samples.html"), *flags])
+    if content is not None:
+        (tmp_path / "samples.jsonl").write_text(content)
+    monkeypatch.setattr(sys, "argv", ["view", str(tmp_path), *flags])
     with pytest.raises(SystemExit) as ended:
         view.main()
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
-    assert not (run / "samples.html").exists()
+    assert not (tmp_path / "samples.html").exists()
 
 
-# ---------------------------------------------- in a browser -------------------------------------------
-def dumped(page: Path) -> str:
-    """What Chromium makes of a page, without its script and data."""
+@pytest.mark.slow
+@pytest.mark.skipif(not which("chromium"), reason="needs a browser")
+def test_a_browser_colors_the_tokens(tmp_path):
+    tokens = {"ids": [5, 6, 7, 8], "trained": [[1, 4]], "advantages": [0.5, -0.5, 0.0]}
+    viewed(tmp_path, {1: [record_of(0, 0, **tokens)]})
     chromium = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=2000"]
-    done = subprocess.run(
-        [*chromium, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=60
-    )
-    return done.stdout.partition("<script")[0]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not which("chromium"), reason="needs a browser")
-def test_a_browser_shows_text_as_text(tokenizer, tmp_path):
-    ids = tokenizer.encode("".join(HOSTILE))
-    tokens = {"ids": [5, *ids, 2], "trained": [[1, len(ids) + 2]], "advantages": 0.5}
-    viewed(a_run(tmp_path, {1: [record_of(0, 0, "".join(HOSTILE), **tokens)]}))
-    page = dumped(tmp_path / "samples.html")
-    assert "<img" not in page and "&lt;" in page and "\\u{202e}" in page
-    assert page.count('class="token much" style="--heat: 72%;"') == len(ids)
-    assert page.count('class="token special much"') == 1  # the end of the turn
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not which("chromium"), reason="needs a browser")
-def test_a_browser_shows_samples_without_tokens(tmp_path):
-    hostile = "".join(HOSTILE)
-    records = [record_of(3, 0, hostile, failure="it <b>failed</b>"), record_of(3, 1, "xy", turns=["x", "y"])]
-    records[1] |= {"rewards": [0.25, 0.75], "truncated": True, "response_length": 17}
-    viewed(a_run(tmp_path, {1: records}))
-    page = dumped(tmp_path / "samples.html")
-    assert "<img" not in page and "&lt;img src=x" in page and "\\u{202e}" in page
-    assert "Text only: per-token details are kept for the first --token_groups groups" in page
-    assert "it &lt;b&gt;failed&lt;/b&gt;" in page and "turn 2, reward 0.75" in page
-    assert "17 tokens" in page and "NaN" not in page and "cut off" in page and 'class="token"' not in page
+    command = [*chromium, "--dump-dom", (tmp_path / "samples.html").as_uri()]
+    page = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
+    assert page.count("rgba(60, 130, 240, 0.7)") == page.count("rgba(235, 115, 45, 0.7)") == 1
+    assert "1 of 1 samples" in page
 
 
 # ---------------------------------------------- curves -------------------------------------------------

@@ -11,7 +11,6 @@ exit code is 1 if the run does not fit, and 2 if it cannot be planned.
 import json
 import math
 import os
-import re
 import sys
 from bisect import bisect_left
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Literal
 
+import pandas
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.hf_argparser import HfArgumentParser
@@ -30,15 +30,19 @@ from recipes.lora import TARGETS
 from tools.shapes import known_config
 from train import Config, UserError, flag, parse_flags
 
-CONTEXT = (
-    1.5e9  # bytes of a process on a GPU: CUDA's context, buffers of NCCL and cuBLAS; assumed, not measured
-)
+# Bytes of a process on a GPU: CUDA's context, buffers of NCCL and cuBLAS; assumed, not measured.
+CONTEXT = 1.5e9
 GAPS = 0.1  # share of the trainer's GPU memory lost to fragmentation in CUDA's caching allocator; assumed
 PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
 PROMPT = 512  # tokens of a prompt; no flag sets them
 STEP = 1024  # difference between the budgets that are tried, in tokens
 LOGIT = 20  # bytes per logit of a chunk at the peak of its backward pass: five numbers in fp32, measured
+
+LEGEND = f"""\
+rollout: the engine samples. push: it gets new weights, and the gate compares. Then the update: at its
+log-probs, in a layer's backward pass, and when the last gradients are reduced.
+reserve: on a GPU {CONTEXT / 1e9} GB per process and {GAPS:.0%} for gaps, both assumed; else Python"""
 
 
 @dataclass
@@ -71,8 +75,9 @@ def read_flags(arguments: list[str], config_class=PlanConfig) -> PlanConfig:
         raise UserError("--device cuda: there is no GPU here; set --gpu_gb to that of the GPUs to plan for")
     sglang_share(config)
     gpus = torch.cuda.device_count() if config.device == "cuda" else 0
-    processes = config.processes or gpus or 1
-    return replace(config, processes=processes, base_dtype=config.base_dtype or config.dtype)
+    return replace(
+        config, processes=config.processes or gpus or 1, base_dtype=config.base_dtype or config.dtype
+    )
 
 
 def sglang_share(config: Config) -> float:
@@ -115,17 +120,6 @@ def parameter_shapes(config_class: type, content: str) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in model.named_parameters()}
 
 
-def adapter_size(shapes: dict[str, torch.Size], config: Config) -> float:
-    """Numbers in the adapters of a layer on one of tp ranks; RowwiseParallel leaves adapters whole."""
-    size = 0
-    for name in config.lora_targets.split():
-        (shape,) = [
-            shape for key, shape in shapes.items() if re.fullmatch(rf"\S+\.0\.\w+\.{name}\.weight", key)
-        ]
-        size += config.lora_rank * sum(shape) / (1 if name in ("o_proj", "down_proj") else config.tp_size)
-    return size
-
-
 def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     """The numbers in the formulas: parameters and widths on one of tp ranks, before FSDP shards them.
 
@@ -133,40 +127,36 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     """
     check_sizes(config, model_config, ranks)
     tp = config.tp_size
-    heads = model_config.num_attention_heads
-    counts = {}  # excludes a tied head
+    n = SimpleNamespace(tp=tp, cuda=config.device == "cuda", shards=ranks // tp // config.dp_replicate)
+    n.s = getattr(torch, config.dtype).itemsize
+    n.lora = getattr(config, "lora_rank", 0) > 0
+    n.kept = getattr(torch, config.base_dtype).itemsize if n.lora else 4  # bytes of a parameter in its shard
+    targets = config.lora_targets.split() if n.lora else []
+    n.ranks = config.lora_rank * len(targets) if n.lora else 0  # in a layer's adapters
+    n.whole = n.layer = n.adapter = 0
     shapes = parameter_shapes(type(model_config), model_config.to_json_string())
-    for name, shape in shapes.items():
-        counts[name] = shape.numel() // (1 if "norm" in name else tp)
-    lora = getattr(config, "lora_rank", 0) > 0
-    adapter = adapter_size(shapes, config) if lora else 0
-    whole = sum(counts.values())
-    layers = model_config.num_hidden_layers
-    layer = sum(size for name, size in counts.items() if name.startswith("model.layers.0."))
-    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-    return SimpleNamespace(
-        cuda=config.device == "cuda",
-        s=getattr(torch, config.dtype).itemsize,
-        lora=lora,
-        kept=getattr(torch, config.base_dtype).itemsize if lora else 4,  # bytes of a parameter in its shard
-        adapter=adapter,
-        ranks=config.lora_rank * len(config.lora_targets.split()) if lora else 0,  # in a layer's adapters
-        learning=layers * adapter if lora else whole,  # numbers with gradients
-        tp=tp,
-        shards=ranks // tp // config.dp_replicate,
-        whole=whole,
-        layer=layer,
-        layers=layers,
-        root=whole - layers * layer,  # FSDP's units: each layer, and the rest
-        vocab=model_config.vocab_size // tp,
-        hidden=model_config.hidden_size,
-        mlp=model_config.intermediate_size / tp,
-        head=model_config.vocab_size // tp * model_config.hidden_size,
-        width=width,
-        queries=width * heads / tp,
-        keys=width * model_config.num_key_value_heads / tp,
-        head_norms=model_config.model_type == "qwen3",
-    )
+    for name, shape in shapes.items():  # excludes a tied head
+        size = shape.numel() // (1 if "norm" in name else tp)
+        n.whole += size
+        if name.startswith("model.layers.0."):
+            n.layer += size
+            kind = name.split(".")[-2]
+            if kind in targets and name.endswith(".weight"):
+                split = 1 if kind in ("o_proj", "down_proj") else tp  # RowwiseParallel leaves adapters whole
+                n.adapter += config.lora_rank * sum(shape) / split
+    n.layers = model_config.num_hidden_layers
+    n.learning = n.layers * n.adapter if n.lora else n.whole  # numbers with gradients
+    n.root = n.whole - n.layers * n.layer  # FSDP's units: each layer, and the rest
+    n.vocab = model_config.vocab_size // tp
+    n.hidden = model_config.hidden_size
+    n.head = n.vocab * n.hidden
+    n.mlp = model_config.intermediate_size / tp
+    heads = model_config.num_attention_heads
+    n.width = getattr(model_config, "head_dim", None) or n.hidden // heads
+    n.queries = n.width * heads / tp
+    n.keys = n.width * model_config.num_key_value_heads / tp
+    n.head_norms = model_config.model_type == "qwen3"
+    return n
 
 
 def saved_by_layer(n: SimpleNamespace) -> float:
@@ -323,34 +313,28 @@ def largest_budget(config: PlanConfig, model_config) -> int:
     return STEP * bisect_left(range(STEP, 2**20 + 1, STEP), True, key=is_too_large)
 
 
-def first_that_fits(config: PlanConfig, model_config, name: str, values: list, processes: int) -> dict:
-    """The first change of a flag to one of these values that makes it fit; {} if none does."""
-    for value in values:
-        change = {"processes": processes} | {name: value}
-        if fits(config, model_config, **change):
-            return change
-    return {}
-
-
 def ways_out(config: PlanConfig, model_config) -> list[str]:
     """Flags to change so that it fits: one, or if that is not enough, one and the number of processes."""
+    more = [config.processes * 2**i for i in range(1, 8)]
     changes = {
         "tokens_per_micro_batch": [largest_budget(config, model_config) or STEP],
         "tp_size": [2, 4, 8],
         "gradient_checkpointing": [True],
         "offload": [True],
+        "processes": more,
     }
     if config.engine == "sglang":
         arguments = json.loads(config.sglang_args)
         shares = (0.4, 0.6, 0.3, 0.7, 0.2, 0.8)
-        values = [json.dumps(arguments | {"mem_fraction_static": share}) for share in shares]
-        changes |= {"sglang_args": values, "engine": ["http://host:port"]}
-    more = [config.processes * 2**i for i in range(1, 8)]
+        changes["sglang_args"] = [json.dumps(arguments | {"mem_fraction_static": share}) for share in shares]
+        changes["engine"] = ["http://host:port"]
     for processes in (config.processes, *more):
-        tried = changes | ({"processes": more} if processes == config.processes else {})
-        ways = [first_that_fits(config, model_config, *item, processes) for item in tried.items()]
-        if any(ways):
-            return [describe(config, way) for way in ways if way]
+        ways = []
+        for name, values in changes.items():
+            tried = [{"processes": processes} | {name: value} for value in values]
+            ways += [describe(config, way) for way in tried if fits(config, model_config, **way)][:1]
+        if ways:
+            return ways
     return ["nothing that was tried; use larger GPUs or a smaller model"]
 
 
@@ -365,13 +349,9 @@ def describe(config: PlanConfig, change: dict) -> str:
 
 def table(phases: dict[str, dict[str, float]]) -> str:
     """The phases as columns, in GB."""
-    names = dict.fromkeys(name for parts in phases.values() for name in parts)
-    rows = {name: [parts.get(name, 0) for parts in phases.values()] for name in names}
-    rows["all"] = [sum(parts.values()) for parts in phases.values()]
-    lines = ["GB per rank   " + "".join(f"{phase:>11}" for phase in phases)]
-    for name, row in rows.items():
-        lines.append(f"{name:14}" + "".join(f"{value / 1e9:11.2f}" for value in row))
-    return "\n".join(lines)
+    frame = pandas.DataFrame(phases).fillna(0) / 1e9
+    frame.loc["all"] = frame.sum()
+    return "GB per rank\n" + frame.to_string(float_format="{:.2f}".format)
 
 
 def main():
@@ -384,14 +364,10 @@ def main():
         print(f"tools.plan: {error}", file=sys.stderr)
         sys.exit(2)
     n = sizes(config, model_config, config.processes)
-    reserve = f"{CONTEXT / 1e9} GB per process, {GAPS:.0%} for gaps; assumed" if n.cuda else "Python"
     print(
         f"{config.model}: {n.whole * n.tp / 1e6:,.0f} M parameters on {config.processes} ranks (tp {n.tp}, "
         f"{n.shards} shards), {config.dtype}, engine {config.engine}, "
-        f"{config.tokens_per_micro_batch} tokens per pass\n\n{table(phases)}\n\n"
-        "rollout: the engine samples. push: it gets new weights, and the gate compares. Then the update: at\n"
-        "its log-probs, in a layer's backward pass, and when the last gradients are reduced.\n"
-        f"reserve: {reserve}"
+        f"{config.tokens_per_micro_batch} tokens per pass\n\n{table(phases)}\n\n{LEGEND}"
     )
     if cached(config, n) < math.inf:
         print(f"SGLang's cache holds {cached(config, n):.0f} sequences of {longest(config)} tokens.")

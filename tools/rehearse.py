@@ -19,7 +19,6 @@ import logging
 import math
 import statistics
 import sys
-import tempfile
 import time
 import traceback
 import weakref
@@ -27,6 +26,7 @@ from collections import Counter, defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -101,9 +101,7 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations on local tensors come back here
         if func is torch.ops.aten._local_scalar_dense.default:
-            line, function = innermost_line()
-            if function != "reduce_over":  # its numbers are on the CPU
-                self.syncs[line] += 1
+            self.count_wait()
             return 1.0 if args[0].is_floating_point() else True if args[0].dtype == torch.bool else 1
         out = func(*args, **kwargs)
         for tensor in tree_leaves((args, kwargs, out)):
@@ -114,6 +112,12 @@ class Recorder(TorchDispatchMode):
         if func.namespace in COMMUNICATION:
             self.count_collective(func, args, out)
         return out
+
+    def count_wait(self):
+        """Notes where the host waits for the GPU."""
+        line, function = innermost_line()
+        if function != "reduce_over":  # its numbers are on the CPU
+            self.syncs[line] += 1
 
     def count_collective(self, func, args: tuple, out):
         """Adds the largest tensor that takes part, which is the whole one of a gather or scatter."""
@@ -155,9 +159,8 @@ class Recorder(TorchDispatchMode):
 
     def phase(self) -> dict:
         """What was recorded since the last call."""
-        found = {"peak": self.peak, "end": self.now, "flops": self.flops}
-        found |= {"collectives": {name: tuple(entry) for name, entry in self.collectives.items()}}
-        found |= {"syncs": dict(self.syncs)}
+        found = {"peak": self.peak, "end": self.now, "flops": self.flops, "syncs": dict(self.syncs)}
+        found["collectives"] = {name: tuple(entry) for name, entry in self.collectives.items()}
         self.peak = self.now
         self.flops = 0
         self.collectives.clear()
@@ -186,13 +189,17 @@ def outside_of_fake(function):
 
 
 @contextmanager
-def fake_processes(config: RehearsalConfig):
-    """Makes this process one rank of many; the others exist in name only."""
-    store = {"store": FakeStore(), "rank": config.rank, "world_size": config.processes}
-    dist.init_process_group("fake", **store)
+def fake_processes(config: RehearsalConfig, model_config):
+    """Makes this process one rank of many; the others exist in name only.
+
+    Yields the mesh, and the config for a CPU, where fake tensors stand for a GPU's, with a folder as --model.
+    """
+    dist.init_process_group("fake", store=FakeStore(), rank=config.rank, world_size=config.processes)
     try:
-        with patch.object(dist, "init_process_group"):  # train.init_distributed would make real ones
-            yield train.init_distributed(replace(config, device="cpu"))
+        with TemporaryDirectory() as folder, patch.object(dist, "init_process_group"):  # that of train.py
+            model_config.save_pretrained(folder)
+            on_cpu = replace(config, model=folder, device="cpu")
+            yield train.init_distributed(on_cpu), on_cpu
     finally:
         dist.destroy_process_group()
 
@@ -207,15 +214,10 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
             return attention(*args, **options)
 
     def quiet(propagator, *args, **options):  # DTensor computes shapes with whole tensors of its own
-        with unset_recorder():
-            return propagate(propagator, *args, **options)
-
-    @contextmanager
-    def unset_recorder():
         kept = vars(recorder).copy()
         recorder.sizes = defaultdict(int)
         try:
-            yield
+            return propagate(propagator, *args, **options)
         finally:
             vars(recorder).update(kept)
 
@@ -226,11 +228,10 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
             parameter._sharded_param_data = local.view(-1)
 
     def wait_once(tensor):
-        line, function = innermost_line()
-        if function != "reduce_over":  # its numbers are on the CPU
-            recorder.syncs[line] += 1
+        recorder.count_wait()
         return np.ones(tuple(tensor.shape), int if tensor.dtype == torch.int32 else float).tolist()
 
+    model_class = train.AutoModelForCausalLM
     propagator = torch.distributed.tensor._sharding_prop.ShardingPropagator
     propagate = propagator._propagate_tensor_meta_non_cached
     reset = FSDPParam.reset_sharded_param
@@ -241,15 +242,18 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
                 stack.enter_context(patch.object(DeviceMesh, name, property(outside_of_fake(method.fget))))
             elif method:
                 stack.enter_context(patch.object(DeviceMesh, name, outside_of_fake(method)))
-        stack.enter_context(patch.object(train, "packed_attention", gpu_attention))
-        for owner, name in ((train.AutoModelForCausalLM, "from_config"), (lora, "add_adapters")):
-            stack.enter_context(patch.object(owner, name, outside_of_fake(getattr(owner, name))))
-        stack.enter_context(patch.object(train.dcp, "load"))  # there are no weights
-        stack.enter_context(patch.object(propagator, "_propagate_tensor_meta_non_cached", quiet))
-        stack.enter_context(patch.object(dist, "all_gather_object", lambda parts, one, group=None: None))
-        stack.enter_context(patch.object(offload, "AWAY", "meta"))  # because "cpu" stands for the GPU
-        stack.enter_context(patch.object(FSDPParam, "reset_sharded_param", forget))
-        stack.enter_context(patch.object(FakeTensor, "tolist", wait_once))
+        for owner, name, substitute in (
+            (train, "packed_attention", gpu_attention),
+            (model_class, "from_config", outside_of_fake(model_class.from_config)),
+            (lora, "add_adapters", outside_of_fake(lora.add_adapters)),
+            (train.dcp, "load", lambda *args, **options: None),  # there are no weights
+            (propagator, "_propagate_tensor_meta_non_cached", quiet),
+            (dist, "all_gather_object", lambda parts, one, group=None: None),
+            (offload, "AWAY", "meta"),  # because "cpu" stands for the GPU
+            (FSDPParam, "reset_sharded_param", forget),
+            (FakeTensor, "tolist", wait_once),
+        ):
+            stack.enter_context(patch.object(owner, name, substitute))
         stack.enter_context(recorder.resizes())
         stack.enter_context(mode)
         stack.enter_context(recorder)
@@ -332,9 +336,7 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder()
     found = {}
-    with fake_processes(config) as mesh, tempfile.TemporaryDirectory() as folder:
-        model_config.save_pretrained(folder)
-        on_cpu = replace(config, model=folder, device="cpu")  # fake tensors there stand for a GPU's
+    with fake_processes(config, model_config) as (mesh, on_cpu):
         samples = make_samples(config, micro_batches, model_config.vocab_size)
         with fake_machine(recorder, mode):
             trainer = make_trainer(on_cpu, mesh, model_config.vocab_size)
@@ -377,9 +379,7 @@ def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> flo
     sample = make_samples(replace(config, tokens_per_micro_batch=0), 1, small.vocab_size)[0]
     sample.tokens = sample.tokens[PROMPT - 2 : PROMPT + 6]
     times = []
-    with fake_processes(config) as mesh, tempfile.TemporaryDirectory() as folder:
-        small.save_pretrained(folder)
-        on_cpu = replace(config, model=folder, device="cpu")
+    with fake_processes(config, small) as (mesh, on_cpu):
         with patch.object(train.dcp, "load"):
             trainer = make_trainer(on_cpu, mesh, small.vocab_size)
         for parameter in trainer.actor.parameters.values():
@@ -396,66 +396,66 @@ def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> flo
     return statistics.median(times[WARM_UP:])
 
 
-def modelled(config: RehearsalConfig, model_config, update: dict, host: float, micro_batches: int) -> dict:
-    """Seconds of a step on a card, phase by phase, from data sheets and assumptions; not measured."""
+def modelled(config: RehearsalConfig, model_config, update: dict, host: float, micro_batches: int) -> str:
+    """The seconds of a step on a card, from data sheets and assumptions; not measured."""
     n = plan.sizes(config, model_config, config.processes)
     peak = peak_flops(config.card)
     memory, link = LINKS[config.card]
-    ranks = config.processes // config.tp_size
-    samples = config.prompts_per_step * config.group_size / ranks  # per rank
-    tokens = samples * plan.longest(config)
-    passes = math.ceil(tokens / max(config.tokens_per_micro_batch, plan.longest(config)))
+    length = plan.longest(config)
+    samples = config.prompts_per_step * config.group_size / (config.processes // config.tp_size)  # per rank
+    tokens = samples * length
+    passes = math.ceil(tokens / max(config.tokens_per_micro_batch, length))
+    sent = sum(size for _, size in update["collectives"].values())
     seconds = {
         "compute": update["flops"] / micro_batches / (EFFICIENCY * peak),
-        "links": sum(size for _, size in update["collectives"].values())
-        / micro_batches
-        / (LINK_EFFICIENCY * link),
+        "links": sent / micro_batches / (LINK_EFFICIENCY * link),
         "host": host,
     }
     slowest = max(seconds, key=seconds.get)
-    reads = n.s * n.whole + samples * plan.longest(config) / 2 * 2 * n.s * n.keys * n.layers
+    updating = passes * seconds[slowest]
+    reads = n.s * n.whole + samples * length / 2 * 2 * n.s * n.keys * n.layers
     rollout = config.max_new_tokens * max(reads / (EFFICIENCY * memory), 0.005)  # one token of every sample
+    step = rollout + updating + n.s * n.whole * n.tp / (LINK_EFFICIENCY * link)
     useful = 3 * forward_flops(model_config, [LENGTH] * 8, 8 * (LENGTH - PROMPT)) / (8 * LENGTH) * tokens
-    step = rollout + passes * seconds[slowest] + n.s * n.whole * n.tp / (LINK_EFFICIENCY * link)
-    return {
-        "pass": seconds,
-        "bound by": slowest,
-        "passes": passes,
-        "rollout": rollout,
-        "update": passes * seconds[slowest],
-        "step": step,
-        "mfu of the update": useful / (passes * seconds[slowest]) / config.tp_size / peak,
-    }
+    mfu = useful / updating / config.tp_size / peak
+    parts = ", ".join(f"{name} {1e3 * time:.0f} ms" for name, time in seconds.items())
+    return (
+        f"A model, not a measurement, for {config.card}s: matrix products at {EFFICIENCY:.0%} of the peak, "
+        f"links at {LINK_EFFICIENCY:.0%},\nall completions as long as --max_new_tokens, nothing overlaps:\n"
+        f"  a pass: {parts}; bound by {slowest}; {passes} passes per step\n"
+        f"  a step: {step:.1f} s, of which rollout {rollout:.1f}, update {updating:.1f}; "
+        f"MFU of the update {mfu:.0%}"
+    )
 
 
 # ---- The command -----------------------------------------------------------------------------------------
-def planned(config: RehearsalConfig, model_config) -> dict[str, float]:
-    """What tools.plan expects the rehearsal to find: bytes of the update and of the push."""
+def planned(config: RehearsalConfig, model_config, is_whole: bool = False) -> dict[str, float]:
+    """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
+    left_out = () if is_whole else ("engine", "reserve")
     # Where operations are recorded, autograd adds up gradients out of place: one more number per logit.
-    with patch.object(plan, "LOGIT", plan.LOGIT + 4):
+    with patch.object(plan, "LOGIT", plan.LOGIT + (0 if is_whole else 4)):
         phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
-    own = {name: sum(parts.values()) - parts["engine"] - parts["reserve"] for name, parts in phases.items()}
-    return {
-        "update": max(own.get(name, 0) for name in ("log-probs", "layers", "reduce")),
-        "push": own["push"],
-    }
+    peaks = {"update": 0, "push": 0}
+    for phase, parts in phases.items():
+        name = "push" if phase == "push" else "update"
+        if phase != "rollout":
+            peaks[name] = max(peaks[name], sum(parts[part] for part in parts if part not in left_out))
+    return peaks
 
 
 def report(config: RehearsalConfig, model_config, found: dict, seconds: float) -> str:
     """The text that the command prints."""
-    phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
+    whole = planned(config, model_config, is_whole=True)
+    own = planned(config, model_config)
     lines = [
         f"{config.model} as rank {config.rank} of {config.processes}, tp {config.tp_size}, {config.dtype}, "
         f"{config.tokens_per_micro_batch} tokens per pass; rehearsed in {seconds:.0f} s",
         "",
         "peak of live memory     rehearsed    planned   with SGLang and reserves",
     ]
-    for name, size in planned(config, model_config).items():
-        names = ("push",) if name == "push" else ("log-probs", "layers", "reduce")
-        whole = max(sum(phases[one].values()) for one in names if one in phases)
-        lines.append(
-            f"{name:22}{found[name]['peak'] / 1e9:8.2f} GB{size / 1e9:8.2f} GB{whole / 1e9:12.2f} GB"
-        )
+    for name in own:
+        sizes = [found[name]["peak"] / 1e9, own[name] / 1e9, whole[name] / 1e9]
+        lines.append("{:22}{:8.2f} GB{:8.2f} GB{:12.2f} GB".format(name, *sizes))
     for name in ("update", "push"):
         lines += ["", f"collectives of the {name} ({2 if name == 'update' else 1} times):"]
         for kind, (count, size) in sorted(found[name]["collectives"].items()):
@@ -494,19 +494,9 @@ def main():
     found = rehearse(config, model_config)
     print(report(config, model_config, found, time.perf_counter() - start))
     host = host_seconds(config, model_config) if config.host else 0.0
-    guess = modelled(config, model_config, found["update"], host, 2)
-    print(
-        f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}\n"
-        f"host per micro-batch: {1e3 * host:.0f} ms, measured here\n"
-        f"\nA model, not a measurement, for {config.card}s: matrix products at {EFFICIENCY:.0%} of the peak, "
-        f"links at {LINK_EFFICIENCY:.0%},\nall completions as long as --max_new_tokens, nothing overlaps:"
-    )
-    parts = ", ".join(f"{name} {1e3 * seconds:.0f} ms" for name, seconds in guess["pass"].items())
-    print(f"  a pass: {parts}; bound by {guess['bound by']}; {guess['passes']} passes per step")
-    print(
-        f"  a step: {guess['step']:.1f} s, of which rollout {guess['rollout']:.1f}, update "
-        f"{guess['update']:.1f}; MFU of the update {guess['mfu of the update']:.0%}"
-    )
+    print(f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}")
+    print(f"host per micro-batch: {1e3 * host:.0f} ms, measured here\n")
+    print(modelled(config, model_config, found["update"], host, 2))
     if not plan.fits(config, model_config):
         way = plan.ways_out(config, model_config)[0]
         print(f"\nIt does not fit into {config.gpu_gb:g} GB. It would with {way}")
