@@ -113,7 +113,7 @@ def episode(tokens: int, rewards: list[float], turns: list[int] | None = None, *
     """A sample with a prompt of one token and so many trained ones, sampled with log-prob -1."""
     sample = Sample([], {})
     sample.append([7])
-    sample.append([7] * tokens, mask=1, **{"turn": turns or 0, "logprob": -1.0, **columns})
+    sample.append([7] * tokens, mask=1, **{"turn": 0 if turns is None else turns, "logprob": -1.0, **columns})
     sample.rewards = rewards
     sample.reward = sum(rewards)
     return sample
