@@ -40,6 +40,7 @@ TINY = HERE / "assets/tiny"
 COUNTDOWN = HERE / "assets/countdown"
 TEMPERATURE = 0.8  # of the log-probs that are compared with plain ones
 GREETING = [{"role": "user", "content": "hi"}]
+FORMS = ("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied")  # of random models
 VOCAB = 500  # ids that the random models may use; their embeddings have 512 rows
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 SGLANG_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / ".ci/sglang_cpu")}  # its environment
@@ -178,24 +179,17 @@ def other_logprobs(batch, shift: float) -> torch.Tensor:
     return batch.engine_logprobs + 0.2 * torch.sin(shift * batch.targets)
 
 
-def set_engine_logprobs(samples: list[Sample], model, temperature: float = 1.0):
-    """Makes the engine's log-probs those of a plain model, up to some noise."""
-    with torch.no_grad():
+def make_inputs(folder: Path):
+    """The models of FORMS, each with samples whose log-probs of the engine are near its own."""
+    for name in FORMS:
+        kind, form = name.split("-")
+        model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, form == "tied"))
+        samples = some_samples()
         for sample in samples:
-            logprobs = plain_logprobs(model, sample, temperature).numpy()
+            logprobs = plain_logprobs(model, sample, TEMPERATURE).detach().numpy()
             noise = 0.1 * np.sin(7 * np.arange(len(logprobs)) + sample.row["i"])
             sample.tokens["logprob"][sample.tokens["mask"] == 1] = logprobs + noise
-
-
-def make_inputs(folder: Path):
-    """Four random models of Qwen, each with samples whose log-probs of the engine are near its own."""
-    for kind in ("qwen2", "qwen3"):
-        for tied in (True, False):
-            name = f"{kind}-{'tied' if tied else 'untied'}"
-            model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, tied))
-            samples = some_samples()
-            set_engine_logprobs(samples, model, TEMPERATURE)
-            torch.save(samples, folder / f"{name}.pt")
+        torch.save(samples, folder / f"{name}.pt")
 
 
 def plain_update(model, samples: list[Sample], loss: str) -> tuple[torch.Tensor, dict]:

@@ -1,13 +1,13 @@
 """Tests of the recipes: what they answer and reward by hand, and a short run of each."""
 
 import asyncio
-import http.server
 import importlib
+import io
 import json
 import math
 import random
 import re
-import threading
+import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -254,25 +254,28 @@ def test_a_prm_scores_each_step_at_its_tag():
         assert good == pytest.approx(1 / (1 + math.exp(minus - plus)), rel=1e-3)
 
 
-def test_a_prm_may_be_elsewhere():
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            scores = [len(step) / 10 for step in body["steps"]]
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps({"scores": scores[body["problem"] == "lost" :]}).encode())
+def answer_requests(monkeypatch, answer):
+    """Makes answer(body) the answer to all HTTP requests."""
 
-        def log_message(self, *_):
-            pass
+    def urlopen(request, timeout):
+        return io.BytesIO(json.dumps(answer(json.loads(request.data))).encode())
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    judge = prm.Judge(f"http://127.0.0.1:{server.server_port}/score", "math_shepherd", "cpu")
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+
+
+def test_a_prm_may_be_elsewhere(monkeypatch):
+    scores = {"?": [0.2, 0.4], "lost": [0.4]}
+    answer_requests(monkeypatch, lambda body: {"scores": scores[body["problem"]]})
+    judge = prm.Judge("http://host/score", "math_shepherd", "cpu")
     assert judge.scores("?", ["ab", "abcd"]) == [0.2, 0.4]
     with pytest.raises(ConnectionError, match="returned 1 scores for 2 steps"):
         judge.scores("lost", ["ab", "abcd"])
-    server.shutdown()
+
+
+def test_passages_may_be_elsewhere(monkeypatch):
+    found = {"oslo": [{"contents": "Oslo is in Norway."}, {"text": "Vienna"}]}
+    answer_requests(monkeypatch, lambda body: {"result": [found[query] for query in body["queries"]]})
+    assert qa_search.Index("http://host/retrieve", 2).search("oslo") == ["Oslo is in Norway.", "Vienna"]
 
 
 def test_a_prm_that_cannot_be_loaded_is_named():
