@@ -1,4 +1,4 @@
-"""Tests of recipes/algorithms.py: each row by hand, against slow versions of the papers, and against TRL."""
+"""Tests of recipes/algorithms.py: each row by hand, critics against plain formulas, losses against TRL."""
 
 import asyncio
 import json
@@ -396,7 +396,7 @@ def test_rewards_are_one_per_turn(mesh):
 
 
 # ------------------------------------------- slow references --------------------------------------------
-# Formulas of the papers of those rows that TRL does not have, token by token.
+# The critics of recipes/ppo.py, sample by sample.
 def gae_as_a_sum(rewards, values, discounts, lam: float) -> list[float]:
     """arXiv:1506.02438 eq. 16: A_t = sum_(k >= t) lambda^(k - t) d_t .. d_k-1 delta_k, with discounts d."""
     n = len(rewards)
@@ -407,107 +407,59 @@ def gae_as_a_sum(rewards, values, discounts, lam: float) -> list[float]:
     ]
 
 
-def papers_advantages(algo: str, samples: list[Sample], gamma: float, lam: float, beta: float) -> list[list]:
-    """For each sample those of its tokens, not yet normalized over the batch."""
-    found = []
-    for sample in samples:
-        own, rewards = sample.tokens[1:], sample.rewards
-        turns, n, K = own["turn"].tolist(), len(own), len(rewards)
-        if algo == "rloo":  # arXiv:2402.14740 eq. 8, all samples of one prompt
-            others = [sum(other.rewards) for other in samples if other is not sample]
-            advantages = [sum(rewards) - fmean(others)] * n
-        elif algo == "reinforce_pp":  # arXiv:2501.03262: A_t = r - beta sum_{i >= t} KL(i)
-            kl = own["logprob"] - own["ref_logprob"]
-            advantages = [sum(rewards) - beta * kl[t:].sum() for t in range(n)]
-        elif algo in ("rebn", "reinforce"):  # arXiv:2510.01051: the return of the turn
-            returns = [sum(gamma ** (k - j) * rewards[k] for k in range(j, K)) for j in range(K)]
-            advantages = [returns[k] for k in turns]
-        elif algo == "appo":  # over turns, whose value is that of their first token
-            values = own["value"][[turns.index(k) for k in range(K)]]
-            by_turn = gae_as_a_sum(rewards, values, [gamma] * K, lam)
-            advantages = [by_turn[k] for k in turns]
-        else:  # over tokens; tppo: gamma at a turn's last token only
-            is_last = [t == n - 1 or turns[t + 1] != turns[t] for t in range(n)]
-            paid = [rewards[k] * last for k, last in zip(turns, is_last)]
-            discounts = [gamma if last or algo == "ppo" else 1.0 for last in is_last]
-            advantages = gae_as_a_sum(paid, own["value"], discounts, lam)
-        found.append(advantages)
-    return found
+def plain_advantages(critic: str, sample: Sample, gamma: float, lam: float) -> list[float]:
+    """Those of a sample's tokens; with appo, of its turns."""
+    values = sample.tokens["value"][1:]
+    turns = sample.tokens["turn"][1:].tolist()
+    if critic == "appo":  # a turn's value is that of its first token
+        begins = [turns.index(k) for k in range(len(sample.rewards))]
+        return gae_as_a_sum(sample.rewards, values[begins], [gamma] * len(begins), lam)
+    is_last = [t + 1 == len(turns) or turns[t + 1] != turns[t] for t in range(len(turns))]  # of its turn
+    paid = [sample.rewards[k] * last for k, last in zip(turns, is_last)]
+    discounts = [gamma if last or critic == "ppo" else 1.0 for last in is_last]
+    return gae_as_a_sum(paid, values, discounts, lam)
 
 
-def normalized(algo: str, samples: list[Sample], A: list[list]) -> list[list]:
-    """Advantages over the mean and std of all tokens, or of all turns."""
-    counted = []
-    for sample, a in zip(samples, A):
-        turns = sample.tokens["turn"][1:].tolist()
-        is_by_turn = algo in ("rebn", "appo")
-        counted += [x for t, x in enumerate(a) if not is_by_turn or t == turns.index(turns[t])]
-    return [[(x - fmean(counted)) / stdev(counted) for x in a] for a in A]
-
-
-def papers_loss(algo: str, samples: list[Sample], logps: list, A: list[list], longest: int) -> torch.Tensor:
-    """The surrogate, summed as each paper sums it, from the log-probs of each sample."""
+def plain_critics_loss(critic: str, samples: list[Sample], logps: list) -> torch.Tensor:
+    """The clipped surrogate, summed as each paper sums it, from the log-probs of each sample."""
+    A = [plain_advantages(critic, sample, gamma=0.9, lam=0.8) for sample in samples]
+    together = sum(A, [])
     terms = []
     for sample, new, a in zip(samples, logps, A):
+        advantages = (torch.tensor(a) - fmean(together)) / stdev(together)
         log_ratio = new - torch.from_numpy(sample.tokens["logprob"][1:].copy())
-        advantages = torch.tensor(a)
-        if algo == "appo":  # OpenR: a turn has one ratio, exp(sum of new - sum of old)
+        if critic == "appo":  # OpenR: a turn has one ratio, exp(sum of new - sum of old)
             turns = sample.tokens["turn"][1:]
-            log_ratio = torch.stack([log_ratio[turns == k].sum() for k in range(len(sample.rewards))])
-            advantages = torch.stack([advantages[turns == k][0] for k in range(len(sample.rewards))])
+            log_ratio = torch.stack([log_ratio[turns == k].sum() for k in range(len(a))])
         ratio = log_ratio.exp()
-        clipped = torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
-        terms.append(-new * advantages if algo == "reinforce" else -clipped)
-    if algo in ("rloo", "rebn", "reinforce"):
-        return torch.cat(terms).sum() / (len(samples) * longest)
-    if algo == "ppo":  # Oat: the mean over a completion's tokens, then over completions
+        terms.append(-torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages))
+    if critic == "ppo":  # Oat: the mean over a completion's tokens, then over completions
         return torch.stack([term.mean() for term in terms]).mean()
-    return torch.cat(terms).mean()  # over tokens; of appo, over turns
+    return torch.cat(terms).mean()  # over tokens; with appo, over turns
 
 
-def papers_samples(algo: str) -> list[Sample]:
-    """One group with random rewards, old and reference log-probs, and values."""
+@pytest.mark.parametrize("critic", CRITICS)
+def test_critics_loss_and_gradient_equal_plain_ones(mesh, critic):
     generator = torch.Generator().manual_seed(5)
-    lengths = [[2, 3], [4], [1, 1, 2], [3, 2], [6], [2, 2, 2, 1]]  # turns of each sample, in tokens
-    if algo == "reinforce_pp":  # its paper knows single turns only
-        lengths = [[sum(turns)] for turns in lengths]
     samples = []
-    for turns in lengths:
-        numbers = [k for k, n in enumerate(turns) for _ in range(n)]
-        logprobs, others, values = torch.randn(3, len(numbers), generator=generator).numpy()
-        rewards = torch.randn(len(turns), generator=generator).tolist()
-        others = {"ref_logprob": 0.7 * logprobs + 0.3 * others - 1.5, "value": values}
-        samples.append(episode(len(numbers), rewards, numbers, logprob=0.7 * logprobs - 1.5, **others))
+    for lengths in ([2, 3], [4], [1, 1, 2], [3, 2], [6], [2, 2, 2, 1]):  # turns of a sample, in tokens
+        turns = np.repeat(np.arange(len(lengths)), lengths)
+        logprobs, values = torch.randn(2, len(turns), generator=generator).numpy()
+        rewards = torch.randn(len(lengths), generator=generator).tolist()
+        samples.append(episode(len(turns), rewards, turns, logprob=0.7 * logprobs - 1.5, value=values))
     number_groups(samples, len(samples))
-    return samples
-
-
-@pytest.mark.parametrize("algo", ["rloo", "reinforce_pp", "rebn", "reinforce", *CRITICS])
-def test_loss_and_gradient_equal_those_of_the_papers(mesh, algo):
-    samples = papers_samples(algo)
     old = torch.from_numpy(np.concatenate([sample.tokens["logprob"][1:] for sample in samples]))
-    logps = old + 0.3 * torch.randn(len(old), generator=torch.Generator().manual_seed(6))
-    logps.requires_grad_()
-    gamma = 1.0 if algo in ("rloo", "reinforce_pp") else 0.9
-    A = papers_advantages(algo, samples, gamma, lam=0.8, beta=0.3)
-    if algo in ("reinforce_pp", "rebn", *CRITICS):
-        A = normalized(algo, samples, A)
+    logps = (old + 0.3 * torch.randn(len(old), generator=generator)).requires_grad_()
     parts = logps.split([len(sample.tokens) - 1 for sample in samples])
-    expected = papers_loss(algo, samples, parts, A, 11)
+    expected = plain_critics_loss(critic, samples, parts)
     (expected_gradient,) = torch.autograd.grad(expected, logps)
 
-    flags = {"group_size": len(samples), "max_new_tokens": 11, "gamma": gamma}
-    if algo in CRITICS:
-        config = PPOConfig(critic=algo, gae_lambda=0.8, engine="local", device="cpu", **flags)
-        trainer = make_trainer(config, mesh, PPO)
-        trainer.critic = SimpleNamespace(model=SimpleNamespace(values=None))
-        trainer.line_ends = []
-        trainer.store_values = lambda *arguments: None  # they are there
-    else:
-        config = make_config(algo=algo, kl_coef=0.3 if algo == "reinforce_pp" else 0.0, **flags)
-        trainer = make_trainer(config, mesh)
+    config = PPOConfig(critic=critic, gamma=0.9, gae_lambda=0.8, group_size=6, engine="local", device="cpu")
+    trainer = make_trainer(config, mesh, PPO)
+    trainer.critic = SimpleNamespace(model=SimpleNamespace(values=None))
+    trainer.line_ends = []
+    trainer.store_values = lambda *arguments: None  # they are there
     trainer.compare(samples)
-    config.kl_coef = 0.0  # it was in the reward
     loss, gradient, _ = loss_of(samples, config, mesh, logps.detach(), old=old)
     assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(torch.tensor(gradient), expected_gradient, rtol=1e-5, atol=1e-5)

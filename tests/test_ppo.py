@@ -59,17 +59,19 @@ def test_credit_to_tokens_and_to_steps_by_hand(critic, gae_lambda, value, flags,
     assert token_advantages(sample, config).tolist() == pytest.approx(expected)
 
 
-def test_values_and_returns_are_kept_for_the_critic():
-    # One step of tokens 0, 1 with values 1/4, 1/2 and reward 1: advantages 3/4, 1/2; the return is 1 for
-    # both.
+@pytest.mark.parametrize("critic, advantages", [("ppo", [0.75, 0.5]), ("appo", [0.75, 0.75])])
+def test_values_and_returns_are_kept_for_the_critic(critic, advantages):
+    # One step of tokens 0, 1 with values 1/4, 1/2 and reward 1: advantages 3/4, 1/2. With appo the value of
+    # the step is 1/4, and the advantage 3/4 for both. The return is 1 for both.
     trainer = object.__new__(PPO)
-    trainer.config = make_config(group_size=1, normalize="none")
+    trainer.config = make_config(critic=critic, group_size=1, normalize="none")
     trainer.critic = SimpleNamespace(model=SimpleNamespace(values=None))
+    trainer.line_ends = []
     trainer.store_values = lambda *arguments: None  # they are there
     trainer.mesh = {"dp": None}
     sample = episode(2, [1.0], value=[0.25, 0.5])
     trainer.compare([sample])
-    assert trained([sample])["advantage"].tolist() == [0.75, 0.5]
+    assert trained([sample])["advantage"].tolist() == advantages
     assert trained([sample])["return"].tolist() == [1.0, 1.0]
 
 
