@@ -2,10 +2,12 @@
 
 import asyncio
 import itertools
+import json
 import os
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,36 +18,32 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the defaults of train.py, which the t
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import train
 from extras import add_flags, embedded, turns, updates, variants
+from recipes.trainer import add_column
 from train import Actor, RLDataset, Sample, Trainer
 
 sys.modules.setdefault("tests.conftest", sys.modules[__name__])  # pytest may have imported it as `conftest`
+
+
+def extend(trainer_class: type) -> type:
+    """A Trainer with those extras that change what it computes."""
+    return updates.extend(turns.extend(variants.extend(trainer_class)))
+
+
 Config = add_flags(train.Config)  # with the flags of extras/
-VariantTrainer = updates.extend(turns.extend(variants.extend(Trainer)))
+VariantTrainer = extend(Trainer)
 HERE = Path(__file__).parent.parent
 TINY = HERE / "assets/tiny"
 COUNTDOWN = HERE / "assets/countdown"
 TEMPERATURE = 0.8  # of the log-probs that are compared with plain ones
 GREETING = [{"role": "user", "content": "hi"}]
+FORMS = ("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied")  # of random models
 VOCAB = 500  # ids that the random models may use; their embeddings have 512 rows
-MODELS = {
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    "llama": (LlamaConfig, LlamaForCausalLM),
-}
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+SGLANG_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / ".ci/sglang_cpu")}  # its environment
 torch.set_num_threads(1)  # on busy cores more can stall for seconds
 
 
@@ -64,17 +62,28 @@ def run(*command, processes: int = 0, cwd=HERE, timeout: int = 600, **environmen
     return subprocess.run([*launcher, *map(str, command)], **options, capture_output=True, text=True)
 
 
+def needs_sglang(test):
+    """Marks a test that runs the real SGLang on a CPU."""
+    reason = "needs sglang: .ci/sglang_cpu/install"
+    return pytest.mark.sglang(pytest.mark.skipif(not find_spec("sglang"), reason=reason)(test))
+
+
+def read_rows(file: Path) -> list[dict]:
+    """The rows of a .jsonl."""
+    return [json.loads(line) for line in file.open()]
+
+
 def random_model(folder: Path, kind: str = "qwen3", tied: bool = True, **options) -> Path:
     """A small random model with the tiny tokenizer, in a folder.
 
     Norms and biases are perturbed, so that errors in them show.
     """
-    config_class, model_class = MODELS[kind]
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     sizes |= {"head_dim": 8} if kind == "qwen3" else {}
-    model = model_class(config_class(**sizes | options, tie_word_embeddings=tied))
+    config = AutoConfig.for_model(kind, **sizes | options, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
@@ -99,6 +108,16 @@ def some_samples(groups: int = 6, size: int = 2) -> list[Sample]:
                 sample.tokens[name][prompt + 3 : prompt + 5] = 0
         samples.append(sample)
     return samples
+
+
+def episode(tokens: int, rewards: list[float], turns: list[int] | None = None, **columns) -> Sample:
+    """A sample with a prompt of one token and so many trained ones, sampled with log-prob -1."""
+    sample = Sample([], {})
+    sample.append([7])
+    sample.append([7] * tokens, mask=1, **{"turn": 0 if turns is None else turns, "logprob": -1.0, **columns})
+    sample.rewards = rewards
+    sample.reward = sum(rewards)
+    return sample
 
 
 def plain_logprobs(model, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
@@ -160,24 +179,17 @@ def other_logprobs(batch, shift: float) -> torch.Tensor:
     return batch.engine_logprobs + 0.2 * torch.sin(shift * batch.targets)
 
 
-def set_engine_logprobs(samples: list[Sample], model, temperature: float = 1.0):
-    """Makes the engine's log-probs those of a plain model, up to some noise."""
-    with torch.no_grad():
+def make_inputs(folder: Path):
+    """The models of FORMS, each with samples whose log-probs of the engine are near its own."""
+    for name in FORMS:
+        kind, form = name.split("-")
+        model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, form == "tied"))
+        samples = some_samples()
         for sample in samples:
-            logprobs = plain_logprobs(model, sample, temperature).numpy()
+            logprobs = plain_logprobs(model, sample, TEMPERATURE).detach().numpy()
             noise = 0.1 * np.sin(7 * np.arange(len(logprobs)) + sample.row["i"])
             sample.tokens["logprob"][sample.tokens["mask"] == 1] = logprobs + noise
-
-
-def make_inputs(folder: Path):
-    """Four random models of Qwen, each with samples whose log-probs of the engine are near its own."""
-    for kind in ("qwen2", "qwen3"):
-        for tied in (True, False):
-            name = f"{kind}-{'tied' if tied else 'untied'}"
-            model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, tied))
-            samples = some_samples()
-            set_engine_logprobs(samples, model, TEMPERATURE)
-            torch.save(samples, folder / f"{name}.pt")
+        torch.save(samples, folder / f"{name}.pt")
 
 
 def plain_update(model, samples: list[Sample], loss: str) -> tuple[torch.Tensor, dict]:
@@ -223,6 +235,16 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(TINY)
 
 
+@pytest.fixture(scope="module")
+def columns():
+    """Tokens with the columns of all recipes, for a module only."""
+    before = list(train.TOKEN)
+    for name in ("ref_logprob", "value", "return"):
+        add_column(name)
+    yield
+    train.TOKEN[:] = before
+
+
 @cache
 def made_inputs(scratch: Path) -> Path:
     folder = scratch / "models"
@@ -262,13 +284,14 @@ def whole(mesh, tmp_path, monkeypatch):
         reward_fn=lambda sample: int(sample.tokens["id"].sum()) % 7,
         env_step=None,
         trainer_class=VariantTrainer,
+        config_class=Config,
         **flags,
     ) -> Trainer:
         options = {"model": str(TINY), "data": f"{COUNTDOWN}/train.jsonl:train[:20]", "eval_data": ""}
         options |= {"engine": "local", "device": "cpu", "dtype": "float32", "steps": 5, "prompts_per_step": 4}
         options |= {"group_size": 2, "max_new_tokens": 8, "lr": 1e-3, "warmup_steps": 0}
         options |= {"gradient_checkpointing": False, "output_dir": str(tmp_path / f"run{next(runs)}")}
-        return trainer_class(Config(**options | flags), RLDataset, reward_fn, env_step)
+        return trainer_class(config_class(**options | flags), RLDataset, reward_fn, env_step)
 
     return make
 

@@ -1,8 +1,8 @@
-"""What test_train.py and bench/parity.py run in several processes: tests/parity.py few|all INPUTS OUTPUTS.
+"""What test_train.py runs in several processes: tests/parity.py few|all INPUTS OUTPUTS.
 
 One interpreter imports everything once and forks the ranks of each group of processes, which takes a few
-seconds where torchrun would take a minute. `few`, for the tests: some cases of gradients, whole weights and
-exports, a short run. `all`: all cases of gradients.
+seconds where torchrun would take a minute. `few`: some cases of gradients, whole weights and exports, a short
+run. `all`, for the slow tests: all cases of gradients.
 """
 
 import logging
@@ -23,6 +23,7 @@ import train
 from extras import balance, dither
 from recipes import lora
 from tests.conftest import (
+    FORMS,
     TEMPERATURE,
     VOCAB,
     Config,
@@ -32,8 +33,7 @@ from tests.conftest import (
     parse_flags,
 )
 
-FORMS = [(kind, tied) for kind in ("qwen2", "qwen3") for tied in (True, False)]
-ADAPTED = [("qwen2", True), ("qwen3", False)]  # also with adapters
+ADAPTED = ("qwen2-tied", "qwen3-untied")  # also with adapters
 # Processes -> cases of (tensor-parallel size, copies of the model, tokens per micro-batch, checkpointing).
 CASES = {
     1: [(1, 1, 10**6, False), (1, 1, 60, True), (1, 1, 30, False)],
@@ -57,45 +57,35 @@ COMMON = {
 
 
 def fork(function, processes: int, *args):
-    """Runs function(rank, *args) in as many forked ranks; raises if one of them fails."""
+    """Runs function(*args) in as many forked ranks; raises if one of them fails."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ["LOCAL_WORLD_SIZE"] = str(processes)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    options = {"nprocs": processes, "start_method": "fork"}
-    torch.multiprocessing.start_processes(rank_of(function), args, **options)
+    torch.multiprocessing.start_processes(join, (function, args), processes, start_method="fork")
 
 
-def rank_of(function):
-    """The function in a rank that has joined the others; it may then make many meshes."""
-
-    def joined(rank, *args):
-        os.environ["RANK"] = str(rank)
-        train.RANK = rank
-        torch.set_num_threads(1)
-        dist.init_process_group("gloo")
-        train.dist.init_process_group = lambda *args, **options: None
-        function(*args)
-        dist.barrier()
-        os._exit(0)  # at once: destructors of many meshes take seconds
-
-    return joined
-
-
-def set_terms(batches: list, loss: str):
-    """Gives micro-batches what --kl_coef and a later update need."""
-    if loss == "all terms":
-        for batch in batches:
-            batch.old_logprobs = other_logprobs(batch, 3.0)
-            batch.ref_logprobs = other_logprobs(batch, 5.0)
+def join(rank: int, function, args: tuple):
+    """Runs a function in a rank that has joined the others; it may then make many meshes."""
+    os.environ["RANK"] = str(rank)
+    train.RANK = rank
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train.dist.init_process_group = lambda *args, **options: None
+    function(*args)
+    dist.barrier()
+    os._exit(0)  # at once: destructors of many meshes take seconds
 
 
 def update(trainer, samples: list, loss: str) -> dict:
     """One backward pass and optimizer step: loss, whole gradients, their norm, and that after clipping."""
     actor = trainer.actor
     batches = trainer.micro_batches(samples)
-    set_terms(batches, loss)
+    if loss == "all terms":  # what --kl_coef and a later update need
+        for batch in batches:
+            batch.old_logprobs = other_logprobs(batch, 3.0)
+            batch.ref_logprobs = other_logprobs(batch, 5.0)
     record = {"loss": actor.backward(batches, trainer.forward)["loss"], "batches": len(batches)}
     record["keys"] = [sample.key for batch in batches for sample in batch.samples]
     gradients = {name: parameter.grad.full_tensor() for name, parameter in actor.parameters.items()}
@@ -115,15 +105,14 @@ def update(trainer, samples: list, loss: str) -> dict:
 
 
 def losses_of(case: tuple, cases: dict) -> list[str]:
-    """Both losses; the tests, which run FEW cases, take one of them for each."""
+    """Both losses; the fast tests, which run FEW cases, take one of them for each."""
     return list(LOSSES) if cases is CASES else ["all terms" if case[2] == 60 else "plain"]
 
 
 def compare_gradients(processes: int, all_cases: dict, inputs: Path, outputs: Path):
     """For each case, model and loss an update of the model's samples, which rank 0 writes to a file."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    for kind, tied in FORMS:
-        name = f"{kind}-{'tied' if tied else 'untied'}"
+    for name in FORMS:
         samples = torch.load(inputs / f"{name}.pt", weights_only=False)
         for case in all_cases[processes]:
             tp, copies, budget, recompute = case
@@ -143,8 +132,7 @@ def compare_gradients(processes: int, all_cases: dict, inputs: Path, outputs: Pa
 
 def compare_weights(inputs: Path, outputs: Path):
     """Whole weights over all layouts are those of the folder to the bit; the exports are written."""
-    for kind, tied in FORMS:
-        name = f"{kind}-{'tied' if tied else 'untied'}"
+    for name in FORMS:
         original = AutoModelForCausalLM.from_pretrained(inputs / name)
         for tp, dtype in ((2, "float32"), (2, "bfloat16"), (1, "bfloat16")):
             config = Config(model=str(inputs / name), device="cpu", tp_size=tp, dtype=dtype)
@@ -163,8 +151,7 @@ def compare_weights(inputs: Path, outputs: Path):
 
 def compare_adapters(inputs: Path, outputs: Path):
     """Updates of adapters with tp 2 and without, which rank 0 writes to files, with the merged weights."""
-    for kind, tied in ADAPTED:
-        name = f"{kind}-{'tied' if tied else 'untied'}"
+    for name in ADAPTED:
         samples = torch.load(inputs / f"{name}.pt", weights_only=False)
         for tp in (1, 2):
             flags = {"model": str(inputs / name), "tp_size": tp, "tokens_per_micro_batch": 60}
@@ -207,8 +194,7 @@ def learn(case: tuple, outputs: Path):
     options = {"tp_size": tp, "dp_replicate": copies, "max_new_tokens": 20, "eval_every": 0, "lr": 1e-3}
     options |= {"updates_per_step": 2, "warmup_steps": 0, "output_dir": str(outputs / name)}
     vars(config).update(options)
-    trainer = VariantTrainer(config, train.RLDataset, lambda sample: len(sample.text) % 7, None)
-    trainer.fit()
+    VariantTrainer(config, train.RLDataset, lambda sample: len(sample.text) % 7, None).fit()
 
 
 def uneven_machines(outputs: Path):
@@ -219,24 +205,25 @@ def uneven_machines(outputs: Path):
     (outputs / f"uneven-{dist.get_rank()}").write_text(str(trainer.neighbors))
 
 
-def main(job: str, inputs: Path, outputs: Path):
-    cases = FEW if job == "few" else CASES
-    if job == "few":
-        fork(uneven_machines, 4, outputs)
-    for processes in cases:
-        fork(compare, processes, processes, cases, inputs, outputs)
-
-
 def compare(processes: int, cases: dict, inputs: Path, outputs: Path):
     """Everything that runs in so many processes."""
     compare_gradients(processes, cases, inputs, outputs)
-    if cases is FEW and processes in RUNS:
+    if cases is CASES:
+        return
+    if processes in RUNS:
         learn(RUNS[processes], outputs)
-        if processes == 4:
-            dither_parts(inputs, outputs)
-    elif cases is FEW:
+    if processes == 2:
         compare_weights(inputs, outputs)
         compare_adapters(inputs, outputs)
+    if processes == 4:
+        dither_parts(inputs, outputs)
+        uneven_machines(outputs)
+
+
+def main(job: str, inputs: Path, outputs: Path):
+    cases = FEW if job == "few" else CASES
+    for processes in cases:
+        fork(compare, processes, processes, cases, inputs, outputs)
 
 
 if __name__ == "__main__":

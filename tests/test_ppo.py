@@ -1,14 +1,8 @@
 """Tests of recipes/ppo.py and recipes/critic.py: GAE, credit and value loss by hand; runs."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -18,34 +12,15 @@ from recipes.critic import Critic, critic_metrics, gae
 from recipes.formulas import trained
 from recipes.ppo import PPO, PPOConfig, token_advantages
 from recipes.prm import PRMConfig
-from recipes.trainer import add_column
-from train import Sample, UserError
+from tests.conftest import episode, extend, read_rows, run
+from train import UserError
 
-REPO = Path(__file__).parent.parent
-torch.set_num_threads(1)  # on busy cores more can stall for seconds
-
-
-@pytest.fixture(scope="module", autouse=True)
-def columns():
-    """Tokens with the critic's columns, for this module only."""
-    before = list(train.TOKEN)
-    add_column("value")
-    add_column("return")
-    yield
-    train.TOKEN[:] = before
+pytestmark = pytest.mark.usefixtures("columns")
+STEPS = [0, 0, 1, 1]  # two of two tokens
 
 
 def make_config(**flags) -> PPOConfig:
     return PPOConfig(**{"engine": "local", "device": "cpu"} | flags)
-
-
-def episode(tokens: int, rewards: list[float], turns: list[int] | None = None, **columns) -> Sample:
-    """A sample with a prompt of one token and so many trained ones."""
-    sample = Sample([], {})
-    sample.append([7])
-    sample.append([7] * tokens, mask=1, **{"turn": turns or 0, "logprob": -1.0, **columns})
-    sample.rewards = rewards
-    return sample
 
 
 def test_gae_by_hand():
@@ -57,57 +32,46 @@ def test_gae_by_hand():
     assert gae([0, 1], [0.5, 0.25], [0.5, 0.5], 0.0) == [-0.375, 0.75]
 
 
+PENALTY = {"kl_coef": 0.2, "kl_in": "reward"}
+
+
 @pytest.mark.parametrize(
-    "critic, expected",
-    [("ppo", [1 / 8, 1 / 4, 1 / 2, 1]), ("tppo", [1 / 2, 1 / 2, 1, 1]), ("appo", [1 / 2, 1 / 2, 1, 1])],
+    "critic, gae_lambda, value, flags, expected",
+    [
+        # Two steps with rewards 0 and 1, all values 1/2, gamma 1/2. With lambda 1 the advantage is the
+        # discounted reward less the value. From behind, ppo discounts each token: 1, 1/2, 1/4, 1/8; tppo only
+        # the first step: 1, 1, and 1/2, 1/2. appo has one of each per step: 1 and 1/2.
+        ("ppo", 1.0, 0.5, {}, [1 / 8 - 0.5, 1 / 4 - 0.5, 0, 0.5]),
+        ("tppo", 1.0, 0.5, {}, [0, 0, 0.5, 0.5]),
+        ("appo", 1.0, 0.5, {}, [0, 0, 0.5, 0.5]),
+        # With lambda 0 tppo sees one token ahead: V - V = 0 inside, 0 + V/2 - V at the end of the first step,
+        # 1 - V at the last; appo one step: 0 + V/2 - V, 1 - V. A step's value is that of its first token.
+        ("tppo", 0.0, 0.5, {}, [0, -0.25, 0, 0.5]),
+        ("appo", 0.0, [0.5, 9, 0.5, 9], {}, [-0.25, -0.25, 0.5, 0.5]),
+        # The reference has each token at -1.5 instead of -1: k1 is 1/2, of which 1/5 counts: 0.1 per token,
+        # 0.2 per step.
+        ("appo", 0.0, 0.0, PENALTY, [-0.2, -0.2, 0.8, 0.8]),
+    ],
 )
-def test_credit_to_tokens_and_to_steps_by_hand(critic, expected):
-    # Two steps of two tokens with rewards 0 and 1, all values 1/2, gamma 1/2, lambda 1: the advantage is the
-    # discounted reward less the value. From behind, ppo discounts each token: 1, 1/2, 1/4, 1/8; tppo only the
-    # first step: 1, 1, and 1/2, 1/2. appo has one of each per step: 1 and 1/2.
-    sample = episode(4, [0.0, 1.0], turns=[0, 0, 1, 1], value=0.5)
-    found = token_advantages(sample, make_config(critic=critic, gamma=0.5))
-    assert found.tolist() == pytest.approx([x - 0.5 for x in expected])
+def test_credit_to_tokens_and_to_steps_by_hand(critic, gae_lambda, value, flags, expected):
+    sample = episode(4, [0.0, 1.0], STEPS, value=value, ref_logprob=-1.5)
+    config = make_config(critic=critic, gamma=0.5, gae_lambda=gae_lambda, **flags)
+    assert token_advantages(sample, config).tolist() == pytest.approx(expected)
 
 
-def test_credit_one_step_ahead_by_hand():
-    # With lambda 0 tppo sees one token ahead: V - V = 0 inside, 0 + V/2 - V at the end of the first step, 1 -
-    # V at the last; appo one step: 0 + V/2 - V, 1 - V. The value of a step is that of its first token.
-    turns = [0, 0, 1, 1]
-    options = {"gamma": 0.5, "gae_lambda": 0.0}
-    sample = episode(4, [0.0, 1.0], turns, value=0.5)
-    assert token_advantages(sample, make_config(critic="tppo", **options)).tolist() == [0, -0.25, 0, 0.5]
-    sample = episode(4, [0.0, 1.0], turns, value=[0.5, 9, 0.5, 9])
-    assert token_advantages(sample, make_config(critic="appo", **options)).tolist() == [
-        -0.25,
-        -0.25,
-        0.5,
-        0.5,
-    ]
-
-
-def test_a_penalty_is_part_of_the_reward():
-    # The engine had each token at -1, the reference at -1.5: k1 is 1/2, of which 1/5 counts: 0.1 per token.
-    before = list(train.TOKEN)
-    add_column("ref_logprob")
-    sample = episode(4, [0.0, 1.0], [0, 0, 1, 1], ref_logprob=-1.5)
-    options = {"gamma": 0.5, "gae_lambda": 0.0, "kl_coef": 0.2, "kl_in": "reward"}
-    found = token_advantages(sample, make_config(critic="appo", **options))
-    train.TOKEN[:] = before
-    assert found.tolist() == pytest.approx([-0.2, -0.2, 0.8, 0.8])
-
-
-def test_values_and_returns_are_kept_for_the_critic():
-    # One step of tokens 0, 1 with values 1/4, 1/2 and reward 1: advantages 3/4, 1/2; the return is 1 for
-    # both.
+@pytest.mark.parametrize("critic, advantages", [("ppo", [0.75, 0.5]), ("appo", [0.75, 0.75])])
+def test_values_and_returns_are_kept_for_the_critic(critic, advantages):
+    # One step of tokens 0, 1 with values 1/4, 1/2 and reward 1: advantages 3/4, 1/2. With appo the value of
+    # the step is 1/4, and the advantage 3/4 for both. The return is 1 for both.
     trainer = object.__new__(PPO)
-    trainer.config = make_config(group_size=1, normalize="none")
+    trainer.config = make_config(critic=critic, group_size=1, normalize="none")
     trainer.critic = SimpleNamespace(model=SimpleNamespace(values=None))
+    trainer.line_ends = []
     trainer.store_values = lambda *arguments: None  # they are there
     trainer.mesh = {"dp": None}
     sample = episode(2, [1.0], value=[0.25, 0.5])
     trainer.compare([sample])
-    assert trained([sample])["advantage"].tolist() == [0.75, 0.5]
+    assert trained([sample])["advantage"].tolist() == advantages
     assert trained([sample])["return"].tolist() == [1.0, 1.0]
 
 
@@ -164,43 +128,51 @@ def test_a_critic_chooses_and_a_flag_wins():
     assert PRMConfig(prm="x", critic="none", gamma=0.9, engine="local", device="cpu").gamma == 0.9
 
 
-def run(folder: Path, *arguments, processes: int = 0) -> list[dict]:
-    """The metrics of a short run of recipes.ppo."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    small = "--steps 3 --prompts_per_step 4 --updates_per_step 2 --group_size 4 --max_new_tokens 48".split()
-    command = [sys.executable, *(launcher if processes else []), "-m", "recipes.ppo", *small, *arguments]
-    command += ["--eval_every", "0", "--output_dir", str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
-
-
-@pytest.mark.parametrize(
-    "critic, processes",
-    [
-        ("ppo", 0),
-        pytest.param("appo", 2, marks=pytest.mark.slow),
-        pytest.param("tppo", 2, marks=pytest.mark.slow),
-    ],
+SMALL = (
+    "--steps 3 --prompts_per_step 4 --updates_per_step 2 --group_size 4 --max_new_tokens 48 --eval_every 0"
 )
-def test_ppo_runs(tmp_path, critic, processes):
-    flags = ["--critic", critic, "--critic_lr", "1e-3", "--kl_coef", "0.01", "--kl_in", "reward"]
-    flags += ["--lr", "1e-5"]  # so low that the first of two updates leaves the policy where it was
-    history = run(tmp_path, *flags, processes=processes)[1:]
+# The learning rate is so low that the first of two updates leaves the policy where it was.
+FLAGS = {"critic_lr": 1e-3, "kl_coef": 0.01, "kl_in": "reward", "lr": 1e-5}
+
+
+def run_ppo(folder, processes: int, **flags) -> list[dict]:
+    """The metrics of a short run of the command."""
+    arguments = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    done = run("-m", "recipes.ppo", *SMALL.split(), *arguments, "--output_dir", folder, processes=processes)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_rows(folder / "metrics.jsonl")
+
+
+def check_run(folder):
+    """What holds for a run of any critic with FLAGS."""
+    history = read_rows(folder / "metrics.jsonl")[1:]
     assert all(math.isfinite(record["value_loss"]) for record in history)
     assert history[0]["value"] == 0 and history[-1]["value"] != 0  # at first it expects nothing
     assert history[0]["kl"] == pytest.approx(0, abs=1e-4)
-    assert all(np.isfinite(record["grad_norm"]) for record in history)
-    with safe_open(tmp_path / "model/model.safetensors", "pt") as weights:
+    assert all(record["grad_norm"] is not None for record in history)
+    with safe_open(folder / "model/model.safetensors", "pt") as weights:
         assert not any("value_head" in name for name in weights.keys())
 
 
+def test_ppo_runs(whole):
+    trainer = whole(trainer_class=extend(PPO), config_class=PPOConfig, steps=2, updates_per_step=2, **FLAGS)
+    trainer.fit()
+    check_run(trainer.folder)
+
+
 @pytest.mark.slow
-def test_ppo_does_not_depend_on_the_number_of_ranks_or_tp(tmp_path):
-    runs = []
-    for name, processes, flags in (("one", 0, []), ("two", 2, []), ("tp", 2, ["--tp_size", "2"])):
-        runs.append(run(tmp_path / name, "--critic", "appo", "--lr", "1e-4", *flags, processes=processes))
-    for other in runs[1:]:
+def test_tppo_runs_on_two_processes(tmp_path):
+    run_ppo(tmp_path, 2, critic="tppo", **FLAGS)
+    check_run(tmp_path)
+
+
+@pytest.mark.slow
+def test_appo_does_not_depend_on_the_number_of_ranks_or_tp(tmp_path):
+    histories = []
+    for processes, tp in ((0, 1), (2, 1), (2, 2)):
+        folder = tmp_path / f"{processes}-{tp}"
+        histories.append(run_ppo(folder, processes, critic="appo", tp_size=tp, **FLAGS))
+        check_run(folder)
+    for other in histories[1:]:
         for name in ("reward", "loss", "grad_norm", "value_loss", "value", "explained_variance"):
-            assert other[1][name] == pytest.approx(runs[0][1][name], rel=1e-3, abs=1e-5), name
+            assert other[1][name] == pytest.approx(histories[0][1][name], rel=1e-3, abs=1e-5), name

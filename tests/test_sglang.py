@@ -7,7 +7,6 @@ import math
 import os
 import weakref
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ import torch
 
 import train
 from tests import fake_sglang
-from tests.conftest import HERE, TINY, Config, run
+from tests.conftest import SGLANG_CPU, TINY, Config, needs_sglang, run
 from tests.fake_sglang import FakeEngine, SchedulerDied
 
 CALLS = (  # of sglang.Engine by train.py
@@ -58,10 +57,8 @@ def sglang_engine(monkeypatch, tokenizer, environment, modules):
     def make(rank=0, **flags):
         group = SimpleNamespace(rank=lambda: rank, size=lambda: 2)
         tp = {"tp": SimpleNamespace(get_group=lambda: group)}
-        config = Config(
-            **{"dtype": "float32", "device": "cpu", "sglang_args": '{"log_level": "info"}'} | flags
-        )
-        engine = train.SGLangEngine(str(TINY), tokenizer, tp, config)
+        options = {"dtype": "float32", "device": "cpu", "sglang_args": '{"log_level": "info"}'}
+        engine = train.SGLangEngine(str(TINY), tokenizer, tp, Config(**options | flags))
         waits.clear()
         engine.waits = waits
         return engine
@@ -162,27 +159,32 @@ def test_sglang_on_gpus_can_release_all_its_memory(sglang_engine, environment, m
     assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
 
 
-@pytest.mark.parametrize("given", [None, "", "/opt/lib:/opt/other"])
-def test_the_memory_saver_finds_the_cuda_of_pip(sglang_engine, environment, modules, given):
+CUDA = f"{Path(torch.__file__).parent.parent}/nvidia/cu13/lib"  # of pip
+
+
+@pytest.mark.parametrize(
+    "device, given, expected",
+    [
+        ("cuda", None, CUDA),
+        ("cuda", "", CUDA),  # an empty part would be the working folder
+        ("cuda", "/opt/lib:/opt/other", f"/opt/lib:/opt/other:{CUDA}"),
+        ("cpu", "/opt/lib", "/opt/lib"),
+    ],
+)
+def test_the_memory_saver_finds_cuda(sglang_engine, environment, modules, device, given, expected):
     """SGLang starts its scheduler with LD_PRELOAD, which the loader resolves before there is any Python."""
     environment.pop("LD_LIBRARY_PATH", None)
     if given is not None:
         environment["LD_LIBRARY_PATH"] = given
-    seen = []
-    start = modules["sglang"].Engine
-    modules["sglang"].Engine = lambda **options: (
-        seen.append(environment.get("LD_LIBRARY_PATH")) or start(**options)
-    )
-    sglang_engine(device="cuda")
-    site_packages = Path(torch.__file__).parent.parent
-    runtime = f"{site_packages}/nvidia/cu13/lib"
-    assert seen == [f"{given}:{runtime}" if given else runtime]  # an empty part would be the working folder
+    start, seen = modules["sglang"].Engine, []
 
+    def start_noted(**options):
+        seen.append(environment.get("LD_LIBRARY_PATH"))
+        return start(**options)
 
-def test_sglang_on_a_cpu_keeps_the_library_path(sglang_engine, environment):
-    environment["LD_LIBRARY_PATH"] = "/opt/lib"
-    sglang_engine()
-    assert environment["LD_LIBRARY_PATH"] == "/opt/lib"
+    modules["sglang"].Engine = start_noted
+    sglang_engine(device=device)
+    assert seen == [expected]
 
 
 def test_gpus_travel_by_uuid_and_caches_are_freed_before_each_wait(sglang_engine, modules):
@@ -249,20 +251,18 @@ def test_other_ranks_wait_for_the_one_that_talks_to_sglang(sglang_engine):
     assert engine.engine is None and engine.local_prompts([5, 6, 7]) == [] and engine.version == 2
 
 
-@pytest.mark.parametrize(
-    "answer", [(False, "too large"), SimpleNamespace(success=False, message="too large")]
-)
 @pytest.mark.parametrize("method", ["begin_weight_update", "update_weights_from_tensor", "end_weight_update"])
-def test_failures_that_sglang_only_returns_raise(sglang_engine, method, answer):
-    engine = sglang_engine()
-    engine.sleep()
-    engine.engine.answers[method] = answer
-    with pytest.raises(RuntimeError, match=f"sglang: {method} failed: .*too large"):
-        engine.push(some_buckets())
-    engine = sglang_engine()
-    engine.sleep()
-    engine.engine.answers[method] = (True, "fine")
-    engine.push(some_buckets())
+def test_failures_that_sglang_only_returns_raise(sglang_engine, method):
+    refusals = [(False, "too large"), SimpleNamespace(success=False, message="too large")]
+    for answer in [*refusals, (True, "fine")]:
+        engine = sglang_engine()
+        engine.sleep()
+        engine.engine.answers[method] = answer
+        if answer in refusals:
+            with pytest.raises(RuntimeError, match=f"sglang: {method} failed: .*too large"):
+                engine.push(some_buckets())
+        else:
+            engine.push(some_buckets())
 
 
 ANSWER = {
@@ -272,99 +272,85 @@ ANSWER = {
 }
 
 
-def test_a_completion_of_sglang(sglang_engine):
-    engine = sglang_engine()
-    engine.version = 3
-    answer = dict(ANSWER)
+def complete(engine, answer: dict, temperature: float = 0.7, max_new_tokens: int = 16):
+    """What the engine makes of SGLang's answer."""
     engine.engine.answers["async_generate"] = answer
-    ids, logprobs, version, truncated = asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 9))
+    return asyncio.run(engine.generate(np.array([1, 2]), temperature, 11, max_new_tokens))
+
+
+def test_a_completion_of_sglang(sglang_engine):
+    engine = sglang_engine(temperature=0.6)
+    engine.version = 3
+    ids, logprobs, version, truncated = complete(engine, ANSWER)
     assert list(ids) == [7, 8] and (version, truncated) == (3, True)
     assert logprobs[0] == -0.5 and math.isnan(logprobs[1])
-    name, input_ids, sampling, return_logprob = engine.engine.calls[-1]
-    assert input_ids == [1, 2] and return_logprob
-    expected = {"temperature": 0.7, "sampling_seed": 11, "stop_token_ids": [2], "max_new_tokens": 9}
-    assert sampling == expected
-    answer["finish_reason"] = {"type": "stop"}
-    assert not asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 4))[3]
-    assert engine.engine.calls[-1][2]["max_new_tokens"] == 4
+    assert not complete(engine, ANSWER | {"finish_reason": {"type": "stop"}})[3]
+    for temperature, longest in ((0.0, 4), (0.3, 9), (1.0, 16)):  # 0 is greedy, not a temperature left out
+        complete(engine, ANSWER, temperature, longest)
+        name, input_ids, sampling, return_logprob = engine.engine.calls[-1]
+        assert input_ids == [1, 2] and return_logprob
+        expected = {"temperature": temperature, "max_new_tokens": longest}
+        assert sampling == expected | {"sampling_seed": 11, "stop_token_ids": [2]}
     with pytest.raises(ValueError, match="2 of 3 log-probs"):
-        engine.engine.answers["async_generate"] = answer | {"completion_tokens": 3}
-        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 16))
-    engine.engine.answers["async_generate"] = answer
-    answer["finish_reason"] = {"type": "abort", "message": "full"}
+        complete(engine, ANSWER | {"completion_tokens": 3})
     with pytest.raises(RuntimeError, match="SGLang aborted a request: .*full"):
-        asyncio.run(engine.generate(np.array([1, 2]), 0.7, 11, 16))
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])  # 0 is greedy, not a temperature left out
-def test_sglang_samples_at_the_temperature_of_the_call(sglang_engine, temperature):
-    engine = sglang_engine(temperature=0.6)
-    engine.engine.answers["async_generate"] = ANSWER
-    asyncio.run(engine.generate(np.array([1, 2]), temperature, 0, 16))
-    assert engine.engine.calls[-1][2]["temperature"] == temperature
+        complete(engine, ANSWER | {"finish_reason": {"type": "abort", "message": "full"}})
 
 
 # ---- The stand-in itself -----------------------------------------------------------------------------------
-def make_fake(**options) -> FakeEngine:
-    engine = FakeEngine(**{"tp_size": 1} | options)
-    engine.busy = -1
-    return engine
-
-
 PAYLOAD = {"named_tensors": [{}], "load_format": "flattened_bucket"}
+PROMPT = {"input_ids": [1], "sampling_params": {}, "return_logprob": True}
+ACTIONS = {
+    "flush": lambda engine, tags: engine.flush_cache(),
+    "release": lambda engine, tags: engine.release_memory_occupation(tags),
+    "resume": lambda engine, tags: engine.resume_memory_occupation(tags),
+    "begin": lambda engine, tags: engine.begin_weight_update(),
+    "update": lambda engine, tags: engine.update_weights_from_tensor(**PAYLOAD),
+    "update nothing": lambda engine, tags: engine.update_weights_from_tensor([], "flattened_bucket"),
+    "generate": lambda engine, tags: asyncio.run(engine.async_generate(**PROMPT)),
+}
+FATAL = {  # message: the actions, with tags, of which the last one ends the scheduler
+    "it is not active": ["flush", "release", "release"],
+    "weights: it is not paused": ["resume: weights"],
+    "only when server is idle": ["release"],
+    "Cannot pause experts": ["flush", "release: experts"],
+    "weights whose memory is released": ["flush", "release", "update"],
+    "an update of weights": ["flush", "release: weights", "begin"],
+    "a completion while memory is released": ["flush", "release", "resume: weights kv_cache", "generate"],
+    "a completion without weights": ["flush", "release", "resume", "generate"],
+    "one payload for each rank": ["update nothing"],
+}
 
 
-def test_the_stand_in_dies_where_sglang_does():
-    def update_asleep(engine):
-        engine.release_memory_occupation()
-        engine.update_weights_from_tensor(**PAYLOAD)
+@pytest.mark.parametrize("message", FATAL)
+def test_the_stand_in_dies_where_sglang_does(message):
+    engine = FakeEngine(tp_size=1)
+    engine.busy = 0  # until its cache is flushed
 
-    def begin_asleep(engine):
-        engine.release_memory_occupation(["weights"])
-        engine.begin_weight_update()
+    def act(text: str):
+        action, _, tags = text.partition(": ")
+        ACTIONS[action](engine, tags.split() or None)
 
-    def generate_half_awake(engine):
-        engine.release_memory_occupation()
-        engine.resume_memory_occupation(["weights", "kv_cache"])
-        asyncio.run(engine.async_generate(input_ids=[1], sampling_params={}, return_logprob=True))
-
-    def generate_without_weights(engine):
-        engine.release_memory_occupation()
-        engine.resume_memory_occupation()
-        asyncio.run(engine.async_generate(input_ids=[1], sampling_params={}, return_logprob=True))
-
-    def release_while_busy(engine):
-        engine.busy = 1
+    *before, last = FATAL[message]
+    for action in before:
+        act(action)
+    with pytest.raises(SchedulerDied, match=message):
+        act(last)
+    with pytest.raises(SchedulerDied, match="SGLang is gone"):
         engine.flush_cache()
-        engine.release_memory_occupation()
 
-    fatal = {
-        "it is not active": lambda engine: [engine.release_memory_occupation() for _ in range(2)],
-        "weights: it is not paused": lambda engine: engine.resume_memory_occupation(["weights"]),
-        "only when server is idle": release_while_busy,
-        "Cannot pause experts": lambda engine: engine.release_memory_occupation(["experts"]),
-        "weights whose memory is released": update_asleep,
-        "an update of weights": begin_asleep,
-        "a completion while memory is released": generate_half_awake,
-        "a completion without weights": generate_without_weights,
-        "one payload for each rank": lambda engine: engine.update_weights_from_tensor([], "flattened_bucket"),
-    }
-    for message, action in fatal.items():
-        engine = make_fake()
-        with pytest.raises(SchedulerDied, match=message):
-            action(engine)
-        with pytest.raises(SchedulerDied, match="SGLang is gone"):
-            engine.flush_cache()
+
+def test_the_stand_in_has_no_other_options_and_calls():
     with pytest.raises(TypeError):
-        make_fake(mem_fraction=0.5)
+        FakeEngine(tp_size=1, mem_fraction=0.5)
     with pytest.raises(TypeError):
-        make_fake().begin_weight_update(version=1)
+        FakeEngine(tp_size=1).begin_weight_update(version=1)
     with pytest.raises(AttributeError):
-        make_fake().begin_weight_updates()
+        FakeEngine(tp_size=1).begin_weight_updates()
 
 
 def test_the_stand_in_refuses_updates_outside_a_session():
-    engine = make_fake()
+    engine = FakeEngine(tp_size=1)
     assert not engine.update_weights_from_tensor(**PAYLOAD)[0] and not engine.end_weight_update()[0]
     assert engine.begin_weight_update()[0] and not engine.begin_weight_update()[0]
     assert engine.update_weights_from_tensor(**PAYLOAD)[0] and engine.end_weight_update()[0]
@@ -386,13 +372,11 @@ print(json.dumps({"calls": found, "options": options, "sampling": sampling}))
 """
 
 
-@pytest.mark.sglang
-@pytest.mark.skipif(not find_spec("sglang"), reason="needs sglang: .ci/sglang_cpu/install")
+@needs_sglang
 def test_the_stand_in_has_the_signatures_of_the_real_sglang(tmp_path):
     script = tmp_path / "signatures.py"
     script.write_text(SIGNATURES)
-    stubs = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": f"{HERE}:{HERE / '.ci/sglang_cpu'}"}
-    done = run(script, *CALLS, **stubs)
+    done = run(script, *CALLS, **SGLANG_CPU)
     assert done.returncode == 0, done.stderr[-3000:]
     real = json.loads(done.stdout.splitlines()[-1])
     for name in CALLS:
