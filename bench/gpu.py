@@ -21,11 +21,11 @@ from transformers import AutoConfig, AutoTokenizer
 
 import train
 from bench.measure import in_turn, options, ratio, record, seconds, show
-from bench.memory import TRAINED, full_batch, make_actor, make_model, shape_config, update
+from bench.memory import TRAINED, full_batch, make_actor, make_model, planned_update, shape_config, update
 from extras.compile import compile_layers
 from extras.local_engine import LocalEngine
 from extras.monitor import forward_flops, peak_flops
-from tools.plan import PlanConfig, plan
+from tools.plan import PlanConfig
 from tools.shapes import known_config
 
 SEQUENCE = 1024  # tokens of a sample in full_batch
@@ -60,14 +60,7 @@ def measure_update(config: PlanConfig, mesh, micro_batches: int, rounds: int, to
     peak = peak_flops(torch.cuda.get_device_name()) if train.GPU else None
     row["MFU (%)"] = 100 * speed / peak if peak else "-"
     row["peak (GB)"] = torch.cuda.max_memory_allocated() / 1e9 if train.GPU else "-"
-    return row | {"planned (GB)": planned_bytes(config, shape) / 1e9}
-
-
-def planned_bytes(config: PlanConfig, shape) -> float:
-    """Bytes that tools.plan expects of the update's tensors: what is neither the engine's nor a reserve."""
-    phases = plan(config, shape, 1, TRAINED)
-    updates = [parts for parts in phases.values() if "gradients" in parts]
-    return max(sum(parts.values()) - parts["reserve"] - parts["engine"] for parts in updates)
+    return row | {"planned (GB)": planned_update(config, shape) / 1e9}
 
 
 def measure_push(config: PlanConfig, mesh, rounds: int) -> dict:

@@ -12,16 +12,13 @@ head: the head of train.py compared with the naive way: logits of all tokens in 
     entropy and autograd; and with a kinder one, with the logits of the trained tokens only. Alone, in fp32,
     without states and weights; and as a part of the whole update, where everything counts.
 plan: the largest sum of an update's phases in tools/plan.py, without its reserve, compared with the measured
-    peak. One case is counted by Linux, too: the most memory that the process ever had.
+    peak.
 """
 
 import json
-import os
-import resource
 import sys
 import tempfile
 from itertools import accumulate, chain
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -44,7 +41,7 @@ REAL = "4 layers of Qwen2.5-0.5B"
 TRAINED = 0.75  # of a batch's tokens
 TOLERANCE = 15  # percent
 BASE = {"part": "update", "shape": REAL, "tokens": 1024, "dtype": "float32", "recompute": True, "tp": 1}
-BASE |= {"ranks": 1, "naive": False, "resident": False}
+BASE |= {"ranks": 1, "naive": False}
 PLAN_CASES = (
     {"shape": "small Qwen3", "tokens": 8192, "recompute": False},
     {"shape": "small Qwen3", "tokens": 4096, "dtype": "bfloat16"},
@@ -55,7 +52,6 @@ PLAN_CASES = (
     {"tokens": 4096},
     {"tokens": 1024, "dtype": "bfloat16", "recompute": False},
     {"tokens": 1024, "ranks": 2, "tp": 2},
-    {"tokens": 1024, "resident": True},
 )
 
 
@@ -160,13 +156,6 @@ def allocations(events):
         yield from allocations(event.children)
 
 
-def resident_peak(action) -> int:
-    """The same by Linux: the most memory that the process ever had, less what it has before the action."""
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    action()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-
-
 def tensor_bytes(actor: Actor) -> int:
     """Bytes that an actor holds between updates."""
     moments = [value for state in actor.optimizer.state.values() for value in state.values()]
@@ -200,12 +189,11 @@ def update_peaks(case: dict, mesh, heads: list) -> list[int]:
     actor = make_actor(config, mesh, AutoConfig.from_pretrained(case["model"]).vocab_size)
     short = full_batch(64, config.device)
     update(actor, [short])  # creates Adam's state
-    measured_by = resident_peak if case["resident"] else peak
     peaks = []
     for head_logprobs, trained in heads:
         train.head_logprobs = head_logprobs
         batch = full_batch(case["tokens"], config.device, trained)
-        peaks.append(measured_by(lambda: update(actor, [short, batch])) + tensor_bytes(actor))
+        peaks.append(peak(lambda: update(actor, [short, batch])) + tensor_bytes(actor))
     return peaks
 
 
@@ -251,20 +239,25 @@ def head_rows(models: dict[str, str]) -> list[dict]:
     return rows
 
 
+def planned_update(config: PlanConfig, shape) -> float:
+    """Bytes of an update's tensors according to tools/plan.py, without the engine's and the reserve."""
+    phases = plan(config, shape, config.processes, TRAINED)
+    updates = [parts for parts in phases.values() if "gradients" in parts]
+    return max(sum(parts.values()) - parts["reserve"] - parts["engine"] for parts in updates)
+
+
 def plan_rows(models: dict[str, str]) -> list[dict]:
     """The peaks of an update, and what tools/plan.py says."""
     rows = []
     for change in PLAN_CASES:
         case = BASE | change
         case |= {"model": models[case["shape"]]}
-        if GPU and (case["resident"] or case["ranks"] > torch.cuda.device_count()):
+        if GPU and case["ranks"] > torch.cuda.device_count():
             continue
-        phases = plan(config_of(case), shape_config(case["shape"]), case["ranks"], TRAINED)
-        updates = [parts for parts in phases.values() if "gradients" in parts]
-        planned = max(sum(parts.values()) - parts["reserve"] for parts in updates)
+        planned = planned_update(config_of(case), shape_config(case["shape"]))
         (found,) = run_case("bench.memory", case)
-        row = {"model": case["shape"] + ", by Linux" * case["resident"], "tokens": case["tokens"]}
-        row |= {"dtype": case["dtype"], "recomputed": case["recompute"]}
+        row = {"model": case["shape"], "tokens": case["tokens"], "dtype": case["dtype"]}
+        row["recomputed"] = case["recompute"]
         row["ranks"] = f"{case['ranks']}, tensor-parallel" if case["tp"] > 1 else case["ranks"]
         row |= {"planned (GB)": planned / 1e9, "measured (GB)": found / 1e9}
         rows.append(row | {"error (%)": 100 * (planned / found - 1)})
