@@ -103,32 +103,3 @@ def test_answers_that_are_spoiled():
     assert "meta_info" not in json.loads(spoil("no meta_info", body))
     with pytest.raises(ValueError):
         json.loads(spoil("half of the JSON", body))
-
-
-def test_memory_on_a_line_through_two_batches():
-    memory = importlib.import_module("bench.memory")
-    assert memory.extrapolate({1024: 10}, 2048) == 0
-    assert memory.extrapolate({1024: 10, 2048: 30}, 4096) == 70
-
-
-def test_time_is_booked_to_the_innermost_clocked_function(monkeypatch):
-    overhead = importlib.import_module("bench.overhead")
-    clock = overhead.Clock()
-    now = [0.0]
-    monkeypatch.setattr(clock, "read", lambda: (now[0], now[0] / 2))
-
-    def wait(seconds):
-        now[0] += seconds
-
-    inner = clock.clocked("inner", lambda: wait(2))
-
-    def both():
-        wait(1)
-        inner()
-        wait(4)
-
-    clock.clocked("outer", both)()
-    assert dict(clock.wall) == {"outer": 5.0, "inner": 2.0}
-    assert dict(clock.cpu) == {"outer": 2.5, "inner": 1.0}
-    records = [{"outer": 5.0, "inner": 2.0, "step": 10.0}]
-    assert overhead.shares(records) == {"outer": 0.5, "inner": 0.2, "all of these": pytest.approx(0.7)}
