@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,28 +79,26 @@ SOLVED = {"solved, first step": (first, "solved"), "last five": (late, "solved")
 
 @dataclass
 class Table:
-    """Trainings that differ in a few flags."""
+    """Trainings that differ in a few flags.
 
-    rows: dict[str, str]  # name of a row: what torchrun starts, and its own flags
-    columns: dict[
-        str, tuple
-    ]  # title of a column: a function of a metric's values, one per step, and the metric
-    flags: str = ""  # of all rows; START is the folder of the start model
-    start: str = ""  # how tools.make_start makes that model
+    A row is what torchrun starts, and its own flags; `flags` are those of all rows. START in them is the folder
+    of a model, which `tools.make_start` makes with the words of `start`. A cell is a function of a metric's
+    values, one per step.
+    """
+
+    rows: dict[str, str]
+    columns: dict[str, tuple[Callable, str]]
+    flags: str = ""
+    start: str = ""
     seeds: tuple = (0,)
-    processes: int = 1  # per run
+    processes: int = 1
 
 
 CRITICS = ("ppo", "appo", "tppo")
 TABLES = {
     "embedded": Table(
         rows={"the README's command": "train.py", "random reward": "-m bench.learning --coin"},
-        columns={
-            **HELD_OUT,
-            **SOLVED,
-            "stops if right, last five": (late, "stops_after_hit"),
-            "goes on if wrong, last five": (late, "goes_on_after_miss"),
-        },
+        columns=HELD_OUT | SOLVED,
         seeds=(0, 1, 2),
         processes=2,
     ),
@@ -107,7 +106,7 @@ TABLES = {
         rows={name: f"-m recipes.algorithms --algo {name}" for name in ALGORITHMS}
         | {"reinforce_pp": "-m recipes.algorithms --algo reinforce_pp --kl_coef 0.001"}
         | {name: f"-m recipes.ppo --critic {name} --critic_lr 1e-3" for name in CRITICS},
-        columns={**HELD_OUT, **SOLVED, "entropy, last step": (last, "entropy")},
+        columns=HELD_OUT | SOLVED | {"entropy, last step": (last, "entropy")},
         flags="--steps 40 --eval_every 10",
     ),
     "games": Table(
@@ -122,7 +121,7 @@ TABLES = {
         flags="--model START --steps 40 --eval_every 10 --prompts_per_step 32 --group_size 8 "
         "--updates_per_step 4 --max_turns 8 --max_new_tokens 8 --lr 1e-3 --warmup_steps 3 "
         "--gradient_checkpointing False",
-        start="guesser",
+        start="guesser --steps 800",
         seeds=(0, 1),
     ),
     "tools": Table(

@@ -54,7 +54,7 @@ SECTIONS = {
         "The rows of `recipes/algorithms.py`, and the critics of `recipes/ppo.py`, on the embedded job with "
         "one process. All use the settings found for `grpo`, so the table shows that each of them learns, "
         "and not which is better: with one seed each, differences of a few hundredths mean nothing. `dapo` "
-        "leaves out the groups that are all right before it counts.",
+        "draws again until groups carry a signal, so it counts fewer of those that are all right as solved.",
     ),
     "games": (
         "A game of several turns",
@@ -158,14 +158,12 @@ def render(folder: Path = RECORDS) -> str:
 PANELS = {
     "eval_score": "held-out problems solved (greedy)",
     "solved": "training problems solved (sampled)",
-    "stops_after_hit": "stops after a correct attempt",
-    "goes_on_after_miss": "continues after a wrong one",
 }
 
 
 def draw(record: dict, output: Path):
     """The curves of the embedded job: a panel per metric, a line per run; grey: the random reward."""
-    figure = Figure(figsize=(14, 3.4), layout="constrained")
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, (metric, title) in zip(figure.subplots(1, len(PANELS), sharey=True), PANELS.items()):
         column = record["curve_columns"].index(metric)
         for run, rows in record["curves"].items():
