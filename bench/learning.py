@@ -81,7 +81,7 @@ SOLVED = {"solved, first step": (first, "solved"), "last five": (late, "solved")
 class Table:
     """Trainings that differ in a few flags.
 
-    A row is what torchrun starts, and its own flags; `flags` are those of all rows. START in them is the folder
+    A row is what torchrun starts, and its own flags; `flags` are those of all rows, where START is the folder
     of a model, which `tools.make_start` makes with the words of `start`. A cell is a function of a metric's
     values, one per step.
     """
@@ -121,7 +121,7 @@ TABLES = {
         flags="--model START --steps 40 --eval_every 10 --prompts_per_step 32 --group_size 8 "
         "--updates_per_step 4 --max_turns 8 --max_new_tokens 8 --lr 1e-3 --warmup_steps 3 "
         "--gradient_checkpointing False",
-        start="guesser --steps 800",
+        start="guesser",
         seeds=(0, 1),
     ),
     "tools": Table(
@@ -203,12 +203,18 @@ def curve(history: list[dict], names: list[str]) -> list[list[float | None]]:
     return [[float(f"{one[name]:.5g}") if name in one else None for name in names] for one in history]
 
 
-def measure(name: str, flags: argparse.Namespace, scratch: Path):
-    """Runs a table's trainings, and records it."""
+def make_start(name: str, scratch: Path) -> Path:
+    """Makes the start model of a table, if it has one of its own; returns its folder."""
+    folder = scratch / f"{name}-start"
+    words = TABLES[name].start.split()
+    if words:
+        run_python(["-m", "tools.make_start", *words, "--output", str(folder)])
+    return folder
+
+
+def measure(name: str, start: Path, flags: argparse.Namespace, scratch: Path):
+    """Runs a table's trainings from a start model, and records it."""
     table = TABLES[name]
-    start = scratch / f"{name}-start"
-    if table.start:
-        run_python(["-m", "tools.make_start", *table.start.split(), "--output", str(start)])
     seeds = table.seeds if flags.seeds is None else flags.seeds
     runs = [(row, seed) for row in table.rows for seed in seeds]
 
@@ -246,9 +252,12 @@ def main():
     if unknown:
         parser.error(f"no table {' '.join(unknown)}: choose from {' '.join(TABLES)}")
     flags.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        for name in flags.tables or DEFAULT:
-            measure(name, flags, Path(scratch))
+    names = flags.tables or DEFAULT
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(flags.jobs) as pool:
+        scratch = Path(folder)
+        starts = list(pool.map(lambda name: make_start(name, scratch), names))
+        for name, start in zip(names, starts):
+            measure(name, start, flags, scratch)
 
 
 if __name__ == "__main__":

@@ -70,51 +70,51 @@ def padded(rows: list[list[int]], value: int) -> torch.Tensor:
     return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
 
-def encode(tokenizer, prompt: str, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
-    """Ids [T] of a message and the pieces after it, and labels [T]: -100 is not learned."""
-    chat = [{"role": "user", "content": prompt}]
-    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    labels = [-100] * len(ids)
-    for text, own in pieces:
-        new = tokenizer.encode(text, add_special_tokens=False)
-        ids += new
-        labels += new if own else [-100] * len(new)
-    return ids, labels
+def logits_and_labels(
+    model, tokenizer, episodes: list[tuple[str, list]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [B, T, V] and labels [B, T], -100 if not learned, of episodes.
 
-
-def learn_episodes(phrases: list[str], draw, options: argparse.Namespace):
-    """A new model that imitates episodes, and its tokenizer, in which each phrase is one token.
-
-    `draw(share)` returns a prompt and the pieces that follow, each with whether the policy writes it. `share`
-    of the episodes show the skill: all of them for three quarters of the steps, HEED of them at the end.
+    An episode is a prompt and the pieces that follow, each with whether the policy writes it.
     """
-    tokenizer = make_tokenizer(["user\n", "assistant\n", *phrases])
-    model = make_model(tokenizer, hidden=64, layers=3)
+    all_ids = []
+    all_labels = []
+    for prompt, pieces in episodes:
+        chat = [{"role": "user", "content": prompt}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        labels = [-100] * len(ids)
+        for text, own in pieces:
+            new = tokenizer.encode(text, add_special_tokens=False)
+            ids += new
+            labels += new if own else [-100] * len(new)
+        all_ids.append(ids)
+        all_labels.append(labels)
+    ids = padded(all_ids, tokenizer.pad_token_id)
+    return model(ids[:, :-1], use_cache=False).logits, padded(all_labels, -100)[:, 1:]
 
-    def loss(step: int) -> torch.Tensor:
-        """The loss of a batch of fresh episodes."""
-        share = max(HEED, min(1.0, 4 * (1 - step / options.steps)))
-        episodes = [encode(tokenizer, *draw(share)) for _ in range(options.batch)]
-        ids = padded([ids for ids, _ in episodes], tokenizer.pad_token_id)
-        labels = padded([labels for _, labels in episodes], -100)
-        logits = model(ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
-    teach(model, loss, options)
-    return model, tokenizer
+def share_at(step: int, steps: int) -> float:
+    """The share of episodes that show the skill: all for three quarters of the steps, HEED at the end."""
+    return max(HEED, min(1.0, 4 * (1 - step / steps)))
 
 
 # -------------------------------------------------------------------------- the guesser -------------------
 TURNS = 8  # most turns per game
 
 
-def game(rng: random.Random, share: float) -> list[tuple[str, bool]]:
-    """A game whose guesses follow the answers with probability `share`: the pieces after the prompt."""
+def game(rng: random.Random, share: float) -> tuple[list[tuple[str, bool]], list[tuple[int, int]]]:
+    """A game whose guesses follow the answers with probability `share`.
+
+    Returns the pieces after the prompt, each with whether the policy writes it, and the range of numbers that
+    the answers left before each guess.
+    """
     secret = rng.randint(1, HIGHEST)
     low = 1
     high = HIGHEST
     pieces = []
+    left = []
     for _ in range(TURNS):
+        left.append((low, high))
         guess = rng.randint(low, high) if rng.random() < share else rng.randint(1, HIGHEST)
         pieces.append((f"{guess}{END}", True))
         if guess == secret:
@@ -124,14 +124,38 @@ def game(rng: random.Random, share: float) -> list[tuple[str, bool]]:
             low = max(low, guess + 1)
         else:
             high = min(high, guess - 1)
-    return pieces
+    return pieces, left
+
+
+def guess_odds(left: list[tuple[int, int]], share: float) -> torch.Tensor:
+    """How likely each number is as a guess, [N, HIGHEST], from what the answers left, [N]."""
+    low, high = torch.tensor(left)[:, :, None].unbind(1)
+    numbers = torch.arange(1, HIGHEST + 1)
+    heedful = ((low <= numbers) & (numbers <= high)).float()
+    return share * heedful / heedful.sum(1, keepdim=True) + (1 - share) / HIGHEST
 
 
 def make_guesser(options: argparse.Namespace):
-    """The model and its tokenizer."""
+    """The model and its tokenizer. Learning from the guesses, not their odds, makes a much worse player."""
     rng = random.Random(options.seed)
     prompt = Secrets("")[0].messages[0]["content"]
-    return learn_episodes([prompt, "higher", "lower"], lambda share: (prompt, game(rng, share)), options)
+    tokenizer = make_tokenizer(["user\n", "assistant\n", prompt, "higher", "lower"])
+    model = make_model(tokenizer, hidden=64, layers=3)
+    numbers = torch.tensor([tokenizer.encode(str(number))[0] for number in range(1, HIGHEST + 1)])
+
+    def loss(step: int) -> torch.Tensor:
+        """The loss of a batch of fresh games: of the guesses, and of ending the turn after each."""
+        share = share_at(step, options.steps)
+        games, left = zip(*(game(rng, share) for _ in range(options.batch)))
+        logits, labels = logits_and_labels(model, tokenizer, [(prompt, pieces) for pieces in games])
+        logprobs = logits.log_softmax(-1)
+        guesses = torch.isin(labels, numbers)
+        of_guess = -(guess_odds(sum(left, []), share) * logprobs[guesses][:, numbers]).sum(1)
+        of_end = -logprobs[labels == tokenizer.eos_token_id][:, tokenizer.eos_token_id]
+        return of_guess.mean() + of_end.mean()
+
+    teach(model, loss, options)
+    return model, tokenizer
 
 
 # ----------------------------------------------------------------------- the calculator -------------------
@@ -147,12 +171,6 @@ def split_factors(rng: random.Random) -> list[list[tuple[int, int]]]:
     pairs = [tuple(rng.sample(pair, 2)) for pair in combinations_with_replacement(range(10, 100), 2)]
     rng.shuffle(pairs)
     return [pairs[:TRAIN], pairs[TRAIN : TRAIN + TEST], pairs[TRAIN + TEST :]]
-
-
-def write_rows(path: Path, pairs: list[tuple[int, int]]):
-    """One problem per line, with its answer."""
-    rows = [{"problem": PRODUCT.format(a, b), "answer": str(a * b)} for a, b in pairs]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def episode(pair: tuple[int, int], share: float, rng: random.Random) -> tuple[str, list[tuple[str, bool]]]:
@@ -173,10 +191,22 @@ def episode(pair: tuple[int, int], share: float, rng: random.Random) -> tuple[st
 def make_calculator(options: argparse.Namespace):
     """The model and its tokenizer; writes the problems beside them."""
     rng = random.Random(options.seed)
+    tokenizer = make_tokenizer(["user\n", "assistant\n", *CALCULATOR_PHRASES])
+    model = make_model(tokenizer, hidden=64, layers=3)
     train, test, others = split_factors(rng)
-    write_rows(options.output / "train.jsonl", train)
-    write_rows(options.output / "test.jsonl", test)
-    return learn_episodes(CALCULATOR_PHRASES, lambda share: episode(rng.choice(others), share, rng), options)
+    for name, pairs in (("train", train), ("test", test)):
+        rows = [{"problem": PRODUCT.format(a, b), "answer": str(a * b)} for a, b in pairs]
+        (options.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def loss(step: int) -> torch.Tensor:
+        """The loss of a batch of fresh episodes."""
+        share = share_at(step, options.steps)
+        episodes = [episode(rng.choice(others), share, rng) for _ in range(options.batch)]
+        logits, labels = logits_and_labels(model, tokenizer, episodes)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    teach(model, loss, options)
+    return model, tokenizer
 
 
 # ------------------------------------------------------------- the process-reward model -------------------
