@@ -190,8 +190,8 @@ def history_of(folder: Path) -> list[dict]:
     return history
 
 
-def summary(history: list[dict], columns: dict[str, tuple]) -> dict[str, float]:
-    """The cells of a run's row."""
+def summary(history: list[dict], columns: dict[str, tuple[Callable, str]]) -> dict:
+    """The cells of a run's row, by title."""
     cells = {}
     for title, (function, metric) in columns.items():
         cells[title] = function([metrics[metric] for metrics in history if metric in metrics])

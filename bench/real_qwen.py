@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Literal
 
-from bench.learning import CoinTrainer, curve, history_of
+from bench.learning import CoinTrainer, curve, history_of, summary
 from bench.measure import RECORDS, record, show
 from recipes.lora import LoRAConfig, LoRATrainer
 from train import Config, RLDataset, Sample, Trainer, flag, main, reduce_over
@@ -163,18 +163,19 @@ def shown(values: list[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values).replace("0.", ".")
 
 
-def summary(history: list[dict]) -> dict:
-    """The cells of a run's row."""
-    steps = [metrics for metrics in history if "time_step" in metrics]
-    fives = [steps[i : i + 5] for i in range(0, len(steps), 5)]
-    return {
-        "steps": len(steps),
-        "held-out, greedy": shown([metrics["eval_score"] for metrics in history if "eval_score" in metrics]),
-        "sampled": shown([metrics["eval_sampled"] for metrics in history if "eval_sampled" in metrics]),
-        "in training, by five steps": shown([fmean(metrics["solved"] for metrics in five) for five in fives]),
-        "seconds per step": median(metrics["time_step"] for metrics in steps),
-        "GB": max(metrics["peak_gb"] for metrics in steps),
-    }
+def by_fives(values: list[float]) -> str:
+    """The means over every five steps."""
+    return shown([fmean(values[i : i + 5]) for i in range(0, len(values), 5)])
+
+
+COLUMNS = {
+    "steps": (len, "time_step"),
+    "held-out, greedy": (shown, "eval_score"),
+    "sampled": (shown, "eval_sampled"),
+    "in training, by five steps": (by_fives, "solved"),
+    "seconds per step": (median, "time_step"),
+    "GB": (max, "peak_gb"),
+}
 
 
 def summarize():
@@ -189,7 +190,7 @@ def summarize():
         config = json.loads((folder / "config.json").read_text())
         history = history_of(folder)
         task = config.get("task", "GSM8K")
-        tables.setdefault(task, []).append({"run": name_of(config)} | summary(history))
+        tables.setdefault(task, []).append({"run": name_of(config)} | summary(history, COLUMNS))
         curves[f"{task}, {name_of(config)}"] = curve(history, CURVES)
     for rows in tables.values():
         show(rows)

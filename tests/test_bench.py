@@ -138,7 +138,7 @@ def test_a_row_of_a_finished_run_by_hand():
     for step in range(1, 8):
         history.append({"step": step, "solved": step / 10, "time_step": float(step), "peak_gb": 9.0 - step})
     history[7] |= {"eval_score": 1.0}
-    assert real_qwen.summary(history) == {
+    assert learning.summary(history, real_qwen.COLUMNS) == {
         **{"steps": 7, "held-out, greedy": ".50 1.00", "sampled": ".25"},
         **{"in training, by five steps": ".30 .65", "seconds per step": 4.0, "GB": 8.0},
     }
