@@ -1,6 +1,6 @@
 """What the benchmarks share: measuring in turn, medians, tables on the screen, numbers in files.
 
-    from bench.measure import in_turn, options, ratio, show, write        # no command of its own
+    from bench.measure import in_turn, options, ratio, record, show        # no command of its own
 
 The machine is shared and its speed varies. Alternatives therefore run in turn, round after round, in one
 process, and a ratio is the median of the rounds' own ratios.
@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parent.parent
 ASSETS = ROOT / "assets"
+RECORDS = ASSETS / "records"  # what docs/results.md is made of
 EMBEDDED = ASSETS / "embedded.json"  # flags of the job for machines without a GPU
 
 
@@ -46,7 +46,7 @@ def options(description: str, name: str, **extra) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=7, help="measurements of each thing, after a warm-up")
-    parser.add_argument("--output", type=Path, default=ASSETS / f"{name}.json", help="file for the numbers")
+    parser.add_argument("--output", type=Path, default=RECORDS / f"{name}.json", help="file for the numbers")
     for flag, (default, text) in extra.items():
         parser.add_argument(f"--{flag}", type=type(default), default=default, help=text)
     torch.set_num_threads(1)
@@ -120,8 +120,10 @@ def commit() -> str:
 
 
 def record(output: Path, tables: dict[str, list[dict]], **more):
-    """Writes what a published table needs: the tables by title, each a list of rows whose keys are its columns,
-    and the command, commit, date and machine of the measurement. `more` is kept, but not published."""
+    """Writes what a published table needs: its command, commit, date, machine and tables, a fact per line.
+
+    Tables are by title; each is a list of rows whose keys are its columns. `more` is kept, but not published.
+    """
     facts = {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "commit": commit(),
@@ -129,37 +131,6 @@ def record(output: Path, tables: dict[str, list[dict]], **more):
         "machine": machine(),
         "tables": tables,
     }
-    output.write_text(json.dumps(facts | more, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in (facts | more).items()]
+    output.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{machine()}; the numbers are in {output}")
-
-
-def picture(output: Path, panels: dict[str, str], runs: dict[tuple[str, int], dict]):
-    """Draws a panel per metric, with its title; a line per run (name, seed), a color per name."""
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in runs))}
-    figure = Figure(figsize=(4.5 * len(panels), 3.4), layout="constrained")
-    for axes, (metric, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
-        for (name, seed), run in runs.items():
-            points = [(record["step"], record[metric]) for record in run["history"] if metric in record]
-            first = seed == min(one for other, one in runs if other == name)
-            axes.plot(*zip(*points), color=colors[name], alpha=0.8, label=name if first else None)
-        axes.set(title=title, xlabel="step")
-        axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
-    figure.savefig(output.with_suffix(".png"), dpi=110)
-
-
-def report(output: Path, panels: dict[str, str], runs: dict[tuple[str, int], dict], numbers):
-    """Ends a benchmark of trainings: a table of `numbers(run)`, a picture, and a file with everything.
-
-    `runs` are by (name, seed), as bench.learning.train returns them; the file has a curve for each, with a
-    row per step: the step and the metrics of `panels`.
-    """
-    rows = [{"run": name, "seed": seed} | numbers(run) for (name, seed), run in runs.items()]
-    show(rows)
-    picture(output, panels, runs)
-    columns = ["step", *panels]
-    curves = {}
-    for (name, seed), run in runs.items():
-        values = [[record.get(column) for column in columns] for record in run["history"]]
-        curves[f"{name}, seed {seed}"] = values
-    write(output, rows=rows, columns=columns, curves=curves)

@@ -1,46 +1,40 @@
 """A real Qwen learns a short task, on a CPU if need be: full fine-tuning or LoRA, with any engine.
 
-    OMP_NUM_THREADS=2 python -m bench.real_qwen --model FOLDER [--task sort] [--lora_rank 8] [--control True]
+    OMP_NUM_THREADS=2 python -m bench.real_qwen --model FOLDER [--task add] [--lora_rank 8] [--control True]
+    python -m bench.real_qwen --summarize RUN [RUN ...] [--output assets/records/real_qwen.json]
+
+reverse     four numbers in reverse order
+add         the sum of two numbers of three digits
 
 Answers take at most 24 tokens, so that a step of a 0.5B takes half a minute to a minute on two cores; try
 --dtype bfloat16, and glibc's large pages (GLIBC_TUNABLES=glibc.malloc.hugetlb=1 THP_MEM_ALLOC_ENABLE=1).
 The rows are made here, and no held-out row is trained on. Evaluations are greedy; the first and the last one
-also sample four completions per row (eval_sampled).
+also sample four completions per row (eval_sampled). Any of the --lora_ flags switches to recipes/lora.py and
+its tenfold learning rate. --control True trains on the coin of bench/learning.py: nothing must climb.
 
-countdown   one expression of two given numbers that equals a target, with + - or *; "= target" may follow
-sort        four numbers in ascending order
-reverse     four numbers in reverse order
-add         the sum of two numbers of three digits
-
---control True trains on a coin instead of the reward (bench/random_reward.py): nothing must climb. Any of the
---lora_ flags switches to recipes/lora.py and its tenfold learning rate.
+--summarize records finished runs, also those of recipes/gsm8k.py, in a table per task: each run is named by
+its flags, seconds are the median over its steps, and memory is the peak of any step.
 """
 
-import itertools
+import argparse
+import json
 import random
 import re
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
 from typing import Literal
 
-import numpy as np
-
-import rewards
-from bench.random_reward import CoinTrainer
+from bench.learning import CoinTrainer, curve, history_of, summary
+from bench.measure import RECORDS, record, show
 from recipes.lora import LoRAConfig, LoRATrainer
 from train import Config, RLDataset, Sample, Trainer, flag, main, reduce_over
 
 HELD_OUT = 64  # rows
 SAMPLES = 4  # per held-out row in the first and last evaluation
+CURVES = ["step", "eval_score", "solved", "entropy"]
 PROMPTS = {
-    "countdown": (
-        "Write one arithmetic expression that uses the numbers {} and {} once each and equals {}. "
-        "Reply with the expression only."
-    ),
-    "sort": (
-        "Sort these numbers in ascending order: {}, {}, {}, {}. "
-        "Reply with the numbers only, separated by commas."
-    ),
     "reverse": (
         "Write these numbers in reverse order: {}, {}, {}, {}. "
         "Reply with the numbers only, separated by commas."
@@ -49,24 +43,13 @@ PROMPTS = {
 }
 
 
-def countdown_rows() -> list[dict]:
-    """Every pair of numbers from 2 to 40 with every operation, in random order."""
-    rows = []
-    for b, a in itertools.combinations_with_replacement(range(2, 41), 2):
-        rows += [{"numbers": [a, b], "target": target} for target in (a + b, a - b, a * b)]
-    generator = random.Random(0)
-    generator.shuffle(rows)
-    for row in rows:
-        generator.shuffle(row["numbers"])
-    return rows
-
-
-def list_rows(answer) -> list[dict]:
-    """Sets of four numbers from 1 to 99, in random order, with answer(numbers)."""
+# ----------------------------------------------------------------------------- the tasks ------------------
+def reverse_rows() -> list[dict]:
+    """Sets of four numbers from 1 to 99, in random order."""
     generator = random.Random(0)
     sets = dict.fromkeys(tuple(sorted(generator.sample(range(1, 100), 4))) for _ in range(2200))
     shuffled = [generator.sample(one, 4) for one in sets]
-    return [{"numbers": numbers, "answer": answer(numbers)} for numbers in shuffled]
+    return [{"numbers": numbers, "answer": numbers[::-1]} for numbers in shuffled]
 
 
 def add_rows() -> list[dict]:
@@ -76,24 +59,14 @@ def add_rows() -> list[dict]:
     return [{"numbers": generator.sample(pair, 2), "answer": [sum(pair)]} for pair in pairs]
 
 
-ROWS = {
-    "countdown": countdown_rows,
-    "sort": lambda: list_rows(sorted),
-    "reverse": lambda: list_rows(lambda numbers: numbers[::-1]),
-    "add": add_rows,
-}
+ROWS = {"reverse": reverse_rows, "add": add_rows}
 
 
-def score(text: str, row: dict) -> float:
+def score(sample: Sample) -> float:
     """1 for exactly the answer, 0 for anything else."""
-    if "answer" in row:
-        found = re.fullmatch(r"\d+(, ?\d+)*", text.strip())
-        return float(bool(found) and [int(one) for one in text.split(",")] == row["answer"])
-    try:
-        value, used = rewards.evaluate(text.split("=")[0].strip())
-    except (ValueError, ZeroDivisionError):
+    if not re.fullmatch(r"\d+(, ?\d+)*", sample.text.strip()):
         return 0.0
-    return float(value == row["target"] and sorted(used) == sorted(row["numbers"]))
+    return float([int(number) for number in sample.text.split(",")] == sample.row["answer"])
 
 
 class TaskDataset(RLDataset):
@@ -108,17 +81,19 @@ class TaskDataset(RLDataset):
 
     def __getitem__(self, index: int) -> Sample:
         row = self.rows[index]
-        content = self.prompt.format(*row["numbers"], row.get("target"))
         no_system = {"role": "system", "content": ""}  # the template's own costs 15 of 60 tokens
-        return Sample([no_system, {"role": "user", "content": content}], dict(row))
+        return Sample(
+            [no_system, {"role": "user", "content": self.prompt.format(*row["numbers"])}], dict(row)
+        )
 
 
+# ----------------------------------------------------------------------------- a run ----------------------
 def configured(parent: type) -> type:
     """The flags of train.py or recipes/lora.py, with what a small machine can do in half a minute a step."""
 
     @dataclass
     class RealConfig(parent):
-        task: Literal[tuple(ROWS)] = flag("countdown", "what to learn")
+        task: Literal[tuple(ROWS)] = flag("reverse", "what to learn")
         control: bool = flag(False, "training on a coin instead of the reward")
         data: str = flag("", "made from --task")
         eval_data: str = flag("", "made from --task")
@@ -129,7 +104,8 @@ def configured(parent: type) -> type:
         steps: int = flag(40, "training steps")
 
         def __post_init__(self):
-            self.data, self.eval_data = f"{self.task}:train", f"{self.task}:test"
+            self.data = f"{self.task}:train"
+            self.eval_data = f"{self.task}:test"
             if parent is LoRAConfig:
                 super().__post_init__()
 
@@ -149,19 +125,80 @@ def evaluating(parent: type) -> type:
             if self.evaluations in (1, last):
                 prompts = self.own_prompts([(row, row) for row in range(len(self.eval_data))])
                 samples = self.sample(self.eval_data, prompts, SAMPLES, 1.0)
-                mean = np.array([sum(sample.reward for sample in samples), len(samples)], float)
-                total, count = reduce_over(self.mesh["dp"], mean.tolist())
+                solved = sum(sample.reward for sample in samples)
+                total, count = reduce_over(self.mesh["dp"], [solved, len(samples)])
                 metrics["eval_sampled"] = total / count
             return metrics
 
     return RealTrainer
 
 
-if __name__ == "__main__":
+def train_model():
+    """Trains with the flags of the command line."""
     words = " ".join(sys.argv)
     lora = "--lora_" in words
     trainer = evaluating(LoRATrainer if lora else Trainer)
     if re.search(r"--control[ =]True", words):
         trainer = type("ControlTrainer", (CoinTrainer, trainer), {})
-    config_class = configured(LoRAConfig if lora else Config)
-    main(config_class, TaskDataset, lambda sample: score(sample.text, sample.row), trainer=trainer)
+    main(configured(LoRAConfig if lora else Config), TaskDataset, score, trainer=trainer)
+
+
+# ----------------------------------------------------------------------------- finished runs --------------
+def name_of(config: dict) -> str:
+    """What a run is, from its flags."""
+    parts = [
+        f"LoRA r {config['lora_rank']}" if "lora_rank" in config else "full",
+        "coin" if config.get("control") else "",
+        "" if config["engine"] == "local" else f"SGLang, tp {config['tp_size']}",
+        config["dtype"] if config["dtype"] != "bfloat16" else "",
+        "" if config["dither"] else "no dither",
+        f"lr {config['lr']:g}",
+        f"seed {config['seed']}" if config["seed"] else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def shown(values: list[float]) -> str:
+    """Values side by side in one cell."""
+    return " ".join(f"{value:.2f}" for value in values).replace("0.", ".")
+
+
+def by_fives(values: list[float]) -> str:
+    """The means over every five steps."""
+    return shown([fmean(values[i : i + 5]) for i in range(0, len(values), 5)])
+
+
+COLUMNS = {
+    "steps": (len, "time_step"),
+    "held-out, greedy": (shown, "eval_score"),
+    "sampled": (shown, "eval_sampled"),
+    "in training, by five steps": (by_fives, "solved"),
+    "seconds per step": (median, "time_step"),
+    "GB": (max, "peak_gb"),
+}
+
+
+def summarize():
+    """Records finished runs, named by the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--summarize", nargs="+", type=Path, required=True, metavar="RUN")
+    parser.add_argument("--output", type=Path, default=RECORDS / "real_qwen.json")
+    flags = parser.parse_args()
+    tables = {}
+    curves = {}
+    for folder in flags.summarize:
+        config = json.loads((folder / "config.json").read_text())
+        history = history_of(folder)
+        task = config.get("task", "GSM8K")
+        tables.setdefault(task, []).append({"run": name_of(config)} | summary(history, COLUMNS))
+        curves[f"{task}, {name_of(config)}"] = curve(history, CURVES)
+    for rows in tables.values():
+        show(rows)
+    record(flags.output, tables, curve_columns=CURVES, curves=curves)
+
+
+if __name__ == "__main__":
+    if "--summarize" in sys.argv:
+        summarize()
+    else:
+        train_model()

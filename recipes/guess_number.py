@@ -1,6 +1,6 @@
 """A game of several turns: guess a number from 1 to 32, told "higher" or "lower" after each guess.
 
-    python -m tools.make_guesser --output runs/guesser  # a tiny model that plays almost at random
+    python -m tools.make_start guesser --output runs/guesser  # a tiny model that plays almost at random
     torchrun --standalone --nproc_per_node=2 -m recipes.guess_number --model runs/guesser --device cpu \\
         --steps 40 --prompts_per_step 32 --updates_per_step 4 --max_new_tokens 8 --lr 1e-3 --gamma 0.9
 

@@ -8,7 +8,7 @@ After a turn with a program, in <python> </python> or a fenced block, the first 
 without a program ends the episode. Rows have problem and answer (MATH) or question and answer (GSM8K);
 math-verify grades the last \\boxed{} of the last turn. As in GEM's default, using the tool gives no reward.
 Unlike in GEM, the turn is not cut off where its program ends: text sampled after it is kept, and trained on.
-`python -m tools.make_calculator` makes a small model and problems to try this without a GPU.
+`python -m tools.make_start calculator` makes a small model and problems to try this without a GPU.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A process-reward model pays for each reasoning step, as in OpenR (arXiv:2410.09671), without seeing the
 answer.
 
-    python -m tools.make_prm --output runs/prm  # a small one, for the embedded countdown model
+    python -m tools.make_start prm --output runs/prm  # a small one, for the embedded countdown model
     torchrun --standalone --nproc_per_node=2 -m recipes.prm --prm runs/prm --lr 1e-4 --critic_lr 1e-3
 
 A step is a line. The PRM is a causal model that reads the problem and the steps, each followed by a tag. Its
@@ -52,7 +52,7 @@ class PRMConfig(PPOConfig):
     def __post_init__(self):
         if not self.prm:
             raise UserError(
-                "--prm must name a process-reward model; python -m tools.make_prm makes a small one"
+                "--prm must name a process-reward model; python -m tools.make_start prm makes a small one"
             )
         super().__post_init__()
 

@@ -1,105 +1,148 @@
-"""Tests of bench/: every benchmark imports, says how it is run, and counts correctly."""
+"""Tests of bench/: every benchmark imports, says how it is run, counts correctly; the page is up to date."""
 
 import importlib
+import inspect
 import json
+import random
+import re
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
+from bench import learning, measure, real_qwen, report
+from extras import add_flags
+from train import Config, Sample
+
 HERE = Path(__file__).parent.parent
-MODULES = sorted(path.stem for path in (HERE / "bench").glob("*.py") if path.stem != "__init__")
-NEEDS = {"view": "playwright"}
-WITHOUT_COMMAND = {"fake_wandb", "faults_engine", "measure"}  # parts of others
-
-
-@pytest.fixture(autouse=True)
-def injected_environment(monkeypatch, tmp_path):
-    """bench.injected reads its fault as it is imported."""
-    fault = {"FAULT": "none", "FAULT_AT": "update 3", "FAULT_NOTE": str(tmp_path / "note")}
-    for name, value in fault.items():
-        monkeypatch.setenv(name, value)
+MODULES = sorted(path.stem for path in (HERE / "bench").glob("*.py"))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_every_benchmark_imports_and_names_its_command(name):
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
-    module = importlib.import_module(f"bench.{name}")
+    try:
+        module = importlib.import_module(f"bench.{name}")
+    except ModuleNotFoundError as error:
+        if (HERE / f"{error.name.replace('.', '/')}.py").exists():
+            raise
+        pytest.skip(f"requires {error.name}")
     assert module.__doc__
-    if name not in WITHOUT_COMMAND:
-        assert f"-m bench.{name}" in module.__doc__ or f"bench/{name}.py" in module.__doc__
+    if "__main__" in inspect.getsource(module):
+        assert f"-m bench.{name}" in module.__doc__
 
 
-def test_the_slope_of_a_soak_by_hand():
-    soak = importlib.import_module("bench.soak")
-    steps = np.arange(1000.0)
-    found = soak.fit_line(5 + 0.002 * steps)  # 2 per 1,000 steps
-    assert found["slope"] == pytest.approx(2.0)
-    assert found["mean"] == pytest.approx(5 + 0.002 * 499.5)
-    assert soak.fit_line(np.full(1000, 7.0))["slope"] == 0.0
-    noise = np.random.default_rng(0).normal(size=1000)
-    assert abs(soak.fit_line(noise)["t"]) < 3 < soak.fit_line(noise + 0.01 * steps)["t"]
+# ------------------------------------------------ the page ----------------------------------------------
+def test_the_page_of_results_is_what_the_records_say():
+    assert report.PAGE.read_text() == report.render(), "run python -m bench.report"
+    assert len(report.PAGE.read_text().splitlines()) <= 200
 
 
-def test_steps_that_are_missing_or_logged_twice(tmp_path):
-    faults = importlib.import_module("bench.faults")
-    assert faults.disorder(tmp_path) == []
-    lines = [json.dumps({"step": step}) for step in (0, 1, 1, 3)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 4')
-    assert faults.disorder(tmp_path) == [1, 2]
-    assert faults.lines_in(tmp_path) == 4
+def test_a_record_becomes_a_section(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure.sys, "orig_argv", ["/usr/bin/python3", "-m", "bench.memory", "--a", "b c"])
+    rows = [{"run": "a", "tokens": 12345, "share": 0.97654, "seconds": 12345.6}, {"run": "b", "tokens": None}]
+    measure.record(tmp_path / "memory.json", {"Of a step": rows}, curves={"a": [[1.0]]})
+    measure.record(tmp_path / "games.json", {"": [{"run": "c", "difference": 0.0000123}]})
+    kept = json.loads((tmp_path / "memory.json").read_text())
+    assert kept["tables"] == {"Of a step": rows} and kept["curves"] == {"a": [[1.0]]}
+    assert kept["command"] == "python -m bench.memory --a 'b c'"
+    page = report.render(tmp_path)
+    lines = page[page.index("## Memory") :].splitlines()
+    assert importlib.import_module("bench.memory").__doc__.startswith(lines[2][:50])
+    assert lines[-6:] == [
+        "**Of a step**",
+        "",
+        "| run | tokens | share | seconds |",
+        "| --- | ---: | ---: | ---: |",
+        "| a | 12,345 | 0.977 | 12,300 |",
+        "| b |  |",
+    ]
+    assert "| c | 1.23e-05 |" in page and page.count("Not recorded yet.") == len(report.SECTIONS) - 1
+    shared = [" ".join(kept[name].split()) for name in ("commit", "machine")]
+    assert [" ".join(page.split()).count(fact) for fact in shared] == [1, 1]
 
 
-def test_failures_are_compared_by_whether_there_is_one(tmp_path):
-    faults = importlib.import_module("bench.faults")
-    metrics = {"step": 1, "reward": 0.5, "grad_norm": 2.0, "time_step": 3.0}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-    (tmp_path / "samples.jsonl").write_text(json.dumps({"key": [0, 0], "failure": "RuntimeError: x"}) + "\n")
-    kept = faults.kept_but(tmp_path, ("grad_norm",))
-    assert kept["metrics"] == [{"step": 1, "reward": 0.5}]
-    assert json.loads(kept["samples"][0])["failure"] is True
+def test_records_of_different_commits_name_their_own(tmp_path):
+    for name, commit in (("games", "aaaaaaa"), ("tools", "bbbbbbb")):
+        facts = {"command": "python", "commit": commit, "date": "2026-01-01", "machine": "this", "tables": {}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(facts))
+    page = report.render(tmp_path)
+    assert "`python` (commit aaaaaaa)" in page and "`python` (commit bbbbbbb)" in page
+    assert page.count("2026-01-01") == page.count("machine: this") == 1
 
 
-def test_an_engine_run_that_lost_a_sample_is_incomplete(tmp_path, monkeypatch):
-    faults = importlib.import_module("bench.faults")
-    monkeypatch.setattr(faults, "END", 1)
-    monkeypatch.setattr(faults, "FLAGS", {"prompts_per_step": 1, "group_size": 2})
-    (tmp_path / "checkpoint-1").mkdir()
-    (tmp_path / "checkpoint-1/state.json").write_text(json.dumps({"updates": {"actor": 2}}))
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
-    records = [json.dumps({"key": [0, i], "versions": 1, "step": 1}) + "\n" for i in range(2)]
-    (tmp_path / "samples.jsonl").write_text("".join(records))
-    assert faults.incomplete(tmp_path) == ""
-    (tmp_path / "samples.jsonl").write_text(records[0])
-    assert faults.incomplete(tmp_path) == "samples: True"
+# ------------------------------------------------ learning ----------------------------------------------
+@pytest.mark.parametrize("name", learning.TABLES)
+def test_the_commands_of_a_table_have_flags_that_exist(name):
+    table = learning.TABLES[name]
+    for row in table.rows:
+        words = learning.command(table, row, 1, Path("out"), Path("start"), None)
+        assert words[words.index("--output_dir") + 1] == "out" and "START" not in " ".join(words)
+        recipe = re.search(r"-m (recipes\.\w+)", table.rows[row])
+        module = importlib.import_module(recipe[1] if recipe else "train")
+        known = {"--standalone", "--nproc_per_node", "--coin"}
+        for found in vars(module).values():
+            if isinstance(found, type) and issubclass(found, Config):
+                known |= {f"--{field.name}" for field in fields(add_flags(found))}
+        assert {word.split("=")[0] for word in words if word.startswith("--")} <= known
 
 
-def test_the_sample_that_an_injected_reward_fails_on(monkeypatch):
-    injected = importlib.import_module("bench.injected")
-    monkeypatch.setattr(injected, "PHASE", "rollout")
-    monkeypatch.setattr(injected, "STEP", 3)
-    tokens = np.zeros(2, [("version", np.int32)])
-    tokens["version"] = [0, 3]
-    sample = SimpleNamespace(tokens=tokens, key=(18, 3))
-    assert injected.hit(sample)
-    sample.key = (18, 2)
-    assert not injected.hit(sample)
-    monkeypatch.setattr(injected, "PHASE", "evaluation")
-    sample.key = (2, 0)
-    assert not injected.hit(sample)
-    tokens["version"] = [0, 4]
-    assert injected.hit(sample)
+def test_a_row_of_a_learning_table_by_hand(tmp_path):
+    lines = [{"step": 0, "eval_score": 0.2}, *({"step": i, "reward": i / 10} for i in range(1, 8))]
+    lines[7] |= {"eval_score": 0.4, "solved": 0.9}
+    lines[4] |= {"eval_score": 0.6}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    history = learning.history_of(tmp_path)
+    assert learning.summary(history, {**learning.HELD_OUT, **learning.SOLVED}) == {
+        **{"held-out, start": 0.2, "end": 0.4, "best": 0.6},
+        **{"solved, first step": 0.1, "last five": pytest.approx((0.3 + 0.4 + 0.5 + 0.6 + 0.9) / 5)},
+    }
+    assert learning.curve(history, ["step", "reward", "solved"])[6:] == [[6, 0.6, 0.6], [7, 0.7, 0.9]]
+    assert learning.curve(history, ["step", "reward"])[0] == [0, None]
 
 
-def test_answers_that_are_spoiled():
-    spoil = importlib.import_module("bench.faults_engine").spoiled
-    body = json.dumps({"meta_info": {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 6, None]]}}).encode()
-    found = json.loads(spoil("half its tokens", body))
-    assert found["meta_info"]["output_token_logprobs"] == [[-1.0, 5, None]]
-    found = json.loads(spoil("no log-probs", body))
-    assert found["meta_info"]["output_token_logprobs"] == [[None, 5, None], [None, 6, None]]
-    assert "meta_info" not in json.loads(spoil("no meta_info", body))
-    with pytest.raises(ValueError):
-        json.loads(spoil("half of the JSON", body))
+def test_the_coin_knows_nothing_of_the_answer(monkeypatch):
+    compared = []
+    monkeypatch.setattr(learning.train.Trainer, "compare", lambda self, samples: compared.extend(samples))
+    trainer = object.__new__(learning.CoinTrainer)
+    trainer.config = SimpleNamespace(seed=3)
+    samples = [Sample([], {}, key=(i, 0)) for i in range(2000)]
+    for sample in samples:
+        sample.reward = random.random()
+    true = {sample.key: sample.reward for sample in samples}
+    trainer.compare(samples[:500])  # in any order, on any rank
+    trainer.compare(samples[:499:-1])
+    assert {sample.key: sample.metrics["solved"] for sample in compared} == true
+    coins = {sample.key: sample.reward for sample in samples}
+    assert set(coins.values()) == {0.0, 1.0}
+    assert sum(coins.values()) / 2000 == pytest.approx(learning.CHANCE, abs=0.03)
+    trainer.compare(samples)
+    assert coins == {sample.key: sample.reward for sample in samples}
+
+
+# ------------------------------------------------ a real Qwen -------------------------------------------
+@pytest.mark.parametrize("task", real_qwen.ROWS)
+def test_held_out_rows_are_not_trained_on(task):
+    parts = {split: real_qwen.TaskDataset(f"{task}:{split}") for split in ("train", "test")}
+    sets = {split: {tuple(sorted(row["numbers"])) for row in data.rows} for split, data in parts.items()}
+    assert len(sets["test"]) == real_qwen.HELD_OUT and not sets["train"] & sets["test"]
+    row = parts["train"].rows[0]
+    answer = ", ".join(map(str, row["answer"]))
+    assert answer in (f"{sum(row['numbers'])}", ", ".join(map(str, reversed(row["numbers"]))))
+    for text, right in ((answer, 1), (f" {answer}\n", 1), (answer + ".", 0), ("", 0), ("1", 0)):
+        assert real_qwen.score(SimpleNamespace(text=text, row=row)) == right
+
+
+def test_a_row_of_a_finished_run_by_hand():
+    history = [{"step": 0, "eval_score": 0.5, "eval_sampled": 0.25}]
+    for step in range(1, 8):
+        history.append({"step": step, "solved": step / 10, "time_step": float(step), "peak_gb": 9.0 - step})
+    history[7] |= {"eval_score": 1.0}
+    assert learning.summary(history, real_qwen.COLUMNS) == {
+        **{"steps": 7, "held-out, greedy": ".50 1.00", "sampled": ".25"},
+        **{"in training, by five steps": ".30 .65", "seconds per step": 4.0, "GB": 8.0},
+    }
+    config = {"engine": "sglang", "tp_size": 2, "dtype": "float32", "dither": True, "lr": 1e-6, "seed": 1}
+    assert real_qwen.name_of(config) == "full, SGLang, tp 2, float32, lr 1e-06, seed 1"
+    config |= {"engine": "local", "dtype": "bfloat16", "dither": False, "control": True, "lora_rank": 8}
+    assert real_qwen.name_of(config) == "LoRA r 8, coin, no dither, lr 1e-06, seed 1"

@@ -21,7 +21,7 @@ from recipes import code, evaluate, gem_env, gsm8k, guess_number, math_python, o
 from recipes import reasoning_gym as gym
 from recipes.turns import user_turn
 from tests.conftest import HERE, TINY, Config, mesh_of, parse_flags, read_rows, run
-from tools import make_calculator, make_guesser
+from tools import make_start
 from train import Sample, UserError
 
 CONTROL = 3  # ids below are the tiny tokenizer's control tokens
@@ -328,14 +328,14 @@ def test_staleness_is_counted_and_bounded(monkeypatch):
 def test_heedful_games_keep_to_what_the_answers_leave():
     rng = random.Random(0)
     for _ in range(50):
-        pieces, left = make_guesser.game(rng, 1.0)
+        pieces, left = make_start.game(rng, 1.0)
         guesses = [guess_number.guess_of(text) for text, own in pieces if own]
         assert all(low <= guess <= high for guess, (low, high) in zip(guesses, left, strict=True))
         sample = spoken(row={"secret": guesses[-1]})
         for guess, (text, own) in zip(guesses[:-1], pieces[1::2]):
             sample.turns.append(str(guess))
             assert not own and text == asyncio.run(guess_number.env_step(sample))
-    odds = make_guesser.guess_odds([(1, 32), (5, 8)], 0.2)
+    odds = make_start.guess_odds([(1, 32), (5, 8)], 0.2)
     assert odds.sum(1).tolist() == pytest.approx([1, 1])
     assert odds[0].tolist() == pytest.approx([1 / 32] * 32)
     assert odds[1, 4:8].tolist() == pytest.approx([0.2 / 4 + 0.8 / 32] * 4)
@@ -344,13 +344,13 @@ def test_heedful_games_keep_to_what_the_answers_leave():
 
 def test_calculator_problems_are_apart_and_episodes_are_true():
     rng = random.Random(0)
-    splits = make_calculator.split_factors(rng)
+    splits = make_start.split_factors(rng)
     unordered = [{tuple(sorted(pair)) for pair in pairs} for pairs in splits]
     assert sum(map(len, unordered)) == len(set.union(*unordered)) == 90 * 91 // 2
     for pair in splits[-1][:50]:
-        _, ((answer, _),) = make_calculator.episode(pair, 0.0, rng)
+        _, ((answer, _),) = make_start.episode(pair, 0.0, rng)
         assert rewards.math(answer, str(pair[0] * pair[1])) == 1
-        _, pieces = make_calculator.episode(pair, 1.0, rng)
+        _, pieces = make_start.episode(pair, 1.0, rng)
         if len(pieces) > 1:
             (program, _), (result, _), (answer, _) = pieces
             value = eval(math_python.program_of(program).removeprefix("print"))
