@@ -33,40 +33,37 @@ def test_replies_are_masked_and_the_sampled_ids_are_kept(tokenizer):
     assert sample.turns == [tokenizer.decode(letters), ""] and not sample.truncated
 
 
-def test_an_episode_ends_when_a_turn_is_cut_off(tokenizer):
-    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, True)], again, max_turns=3)
-    assert sample.truncated and sample.tokens["mask"].sum() == 2 and sample.tokens["mask"][-1] == 1
+TURN = ([5, 6], [-1.0, -1.0], 1, False)  # ids, log-probs, version, whether it is cut off
 
 
-def test_an_episode_ends_after_max_turns_without_a_reply(tokenizer):
-    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, again, max_turns=2)
-    assert not sample.truncated and len(sample.turns) == 2 and sample.tokens["mask"][-1] == 1
-
-
-def test_without_env_step_an_episode_has_one_turn(tokenizer):
-    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, max_turns=3)
-    assert not sample.truncated and len(sample.turns) == 1
+@pytest.mark.parametrize(
+    "turn, env_step, max_turns, expected",
+    [((*TURN[:3], True), again, 3, 1), (TURN, again, 2, 2), (TURN, None, 3, 1)],
+)
+def test_an_episode_ends_with_a_turn_of_the_policy(tokenizer, turn, env_step, max_turns, expected):
+    sample = play(tokenizer, [turn] * 3, env_step, max_turns=max_turns)
+    assert len(sample.turns) == expected and sample.truncated == turn[3]
+    assert sample.tokens["mask"].sum() == 2 * expected and sample.tokens["mask"][-1] == 1
 
 
 def test_the_last_turn_reaches_env_step_too(tokenizer):
     called = []
-    play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)], lambda sample: called.append(len(sample.turns)))
+    play(tokenizer, [TURN], lambda sample: called.append(len(sample.turns)))
     assert called == [1]  # for example to see whether a last guess was right
 
 
 @pytest.mark.parametrize("missing, count", [(0, 2), (1, 1)])
 def test_an_episode_ends_where_a_reply_does_not_fit(tokenizer, missing, count):
     limit = len(train.encode_prompt(tokenizer, GREETING)) + 2 + len(tokenizer.encode("again")) - missing
-    sample = play(tokenizer, [([5, 6], [-1.0, -1.0], 1, False)] * 3, again, limit, max_turns=9)
+    sample = play(tokenizer, [TURN] * 3, again, limit, max_turns=9)
     assert sample.truncated and sample.tokens["mask"].sum() == 2 * count
     assert sample.tokens["mask"][-1] == 1  # what does not fit is not run through the update
 
 
 def test_env_step_may_be_plain(tokenizer):
-    answers = [([5, 6], [-1.0, -1.0], 1, False)] * 2
     replies = iter(["again", None])
-    sample = play(tokenizer, answers, lambda sample: next(replies), max_turns=9)
-    expected = play(tokenizer, answers, again, max_turns=2)
+    sample = play(tokenizer, [TURN] * 2, lambda sample: next(replies), max_turns=9)
+    expected = play(tokenizer, [TURN] * 2, again, max_turns=2)
     assert sample.tokens.tolist() == expected.tokens.tolist()
 
 
