@@ -32,10 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from tools.curve import read
-
 import train
 from bench.measure import RECORDS, record, show
+from extras.curve import read
 from recipes.algorithms import ALGORITHMS
 
 CHANCE = (

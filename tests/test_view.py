@@ -1,10 +1,9 @@
-"""Tests of tools/view.py with its page, and of tools/curve.py."""
+"""Tests of tools/view.py with its page."""
 
 import json
 import os
 import subprocess
 import sys
-import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 from shutil import which
@@ -15,7 +14,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tools import curve, view
+from tools import view
 
 TINY = Path(__file__).parent.parent / "assets/tiny"
 HOSTILE = [
@@ -230,40 +229,3 @@ def test_a_browser_colors_the_tokens(tmp_path):
     page = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     assert page.count("rgba(60, 130, 240, 0.7)") == page.count("rgba(235, 115, 45, 0.7)") == 1
     assert "1 of 1 samples" in page
-
-
-# ---------------------------------------------- curves -------------------------------------------------
-def test_the_curve_shows_all_metrics_of_the_reward_function():
-    names = {"step", "reward", "eval_score", "eval_pass@4", "time_new", "loss", "entropy", "hits", "a_habit"}
-    panels = {title: metrics for title, _, metrics in curve.panels_of(names)}
-    assert panels == {
-        "Reward": ["reward", "eval_score", "eval_pass@4"],
-        "Metrics of the reward function": ["a_habit", "hits"],
-        "Entropy": ["entropy"],
-    }
-    assert curve.panels_of(set()) == []
-
-
-def test_the_curve_of_several_runs(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    for name in ("a", "b", "empty"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").touch()
-    curve.draw([tmp_path / "empty"], tmp_path / "curve.png")  # a run that was stopped in its first step
-    assert not (tmp_path / "curve.png").exists()
-    for name, steps in (("a", 3), ("b", 1)):
-        records = [{"step": step, "reward": 0.5, "logprob_diff": 1e-6} for step in range(steps)]
-        (tmp_path / name / "metrics.jsonl").write_text(
-            "".join(json.dumps(record) + "\n" for record in records)
-        )
-    arguments = ["curve", str(tmp_path / "a"), str(tmp_path / "b"), "--output", str(tmp_path / "curve.png")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    curve.main()
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "b/metrics.jsonl").write_text('{"step": 1, "logprob_diff": 0.0}')
-    with warnings.catch_warnings(action="error"):
-        curve.draw([tmp_path / "b"], tmp_path / "zero.png")  # no logarithm
-    monkeypatch.setattr(sys, "argv", ["curve", str(tmp_path / "no_run")])
-    with pytest.raises(SystemExit) as ended:
-        curve.main()
-    assert ended.value.code == 2 and "no_run" in capsys.readouterr().err
