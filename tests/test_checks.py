@@ -437,12 +437,15 @@ def test_a_reward_fn_that_blocks_is_announced(monkeypatch, capsys):
 def test_a_run_with_all_extras(tmp_path, monkeypatch, mesh, capsys):
     monkeypatch.setattr(train, "init_distributed", lambda config: mesh)
     flags = "--steps 1 --prompts_per_step 4 --group_size 2 --max_new_tokens 8 --eval_every 1 --seed 7"
-    flags += f" --offload True --output_dir {tmp_path}/run --eval_data {TEST}:train[:4]"
+    flags += f" --max_failures 0.5 --offload True --output_dir {tmp_path}/run --eval_data {TEST}:train[:4]"
     monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
     config_class, trainer_class = extras.extend(train.Config, train.Trainer)
     config = train.parse_flags(config_class, sys.argv[1:], trainer_class.parser_class)
-    arguments = config, RLDataset, lambda sample: sample.key[1] - 0.5, None
+    with pytest.raises(UserError, match="--lr: invalid float value"):
+        train.parse_flags(config_class, ["--lr", "x"], trainer_class.parser_class)
+    arguments = (config, RLDataset, lambda sample: sample.key[1] - 0.5, None)
     trainer = trainer_class(*arguments)
+    assert trainer.max_failures == 0.5 and trainer.reward_fn.__wrapped__ is arguments[2]
     assert np.random.get_state()[1][0] == 7  # the seed
     trainer.fit()
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -22,6 +22,7 @@ from extras.sglang_cpu import ARGUMENTS
 from extras.watchdog import Patience, extend, limit, set_timeouts, watch
 from tests.conftest import HERE, TINY, Config, run
 from tests.real_sglang import ON_CPU, SGLANG_ENVIRONMENT, wait_for
+from train import UserError
 
 SGLANG_ARGS = json.dumps(ARGUMENTS | {"mem_fraction_static": 0.3})
 
@@ -121,10 +122,16 @@ def test_a_watched_engine_does_what_the_engine_does(ended):
     assert isinstance(start(rank=1).engine, PretendedSGLang)  # only the first rank talks to SGLang
 
 
-def test_extend_makes_the_trainer_start_the_watched_engine(monkeypatch):
-    monkeypatch.setattr(train.Trainer, "sglang_class", PretendedEngine)
-    found = extend(train.Trainer).sglang_class
-    assert issubclass(found, PretendedEngine) and found is not PretendedEngine
+def test_the_trainer_starts_the_watched_engine(whole, ended, monkeypatch):
+    class Refusing(PretendedEngine):
+        def __init__(self, *arguments):
+            raise UserError("this one")
+
+    monkeypatch.setattr(train.Trainer, "sglang_class", Refusing)
+    watched = extend(train.Trainer)
+    assert issubclass(watched.sglang_class, Refusing) and watched.sglang_class is not Refusing
+    with pytest.raises(UserError, match="this one"):
+        whole(trainer_class=watched, engine="sglang")
 
 
 def test_all_groups_get_the_timeout(mesh):
