@@ -98,7 +98,7 @@ class AlgorithmTrainer(Trainer):
 
     async def score(self, sample: Sample):
         """Sets sample.rewards, one per turn, and their sum; a single number is the last turn's."""
-        rewards = await call(self.reward_fn, sample, self.reward_timeout)
+        rewards = await call(self.reward_fn, sample, self.config.reward_timeout)
         if not isinstance(rewards, list):
             rewards = [0.0] * (len(sample.turns) - 1) + [rewards]
         if len(rewards) != len(sample.turns):
