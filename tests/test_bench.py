@@ -39,16 +39,16 @@ def test_the_page_of_results_is_what_the_records_say():
 
 
 def test_a_record_becomes_a_section(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure.sys, "orig_argv", ["/usr/bin/python3", "-m", "bench.memory", "--a", "b c"])
+    monkeypatch.setattr(measure.sys, "orig_argv", ["/usr/bin/python3", "-m", "bench.learning", "--a", "b c"])
     rows = [{"run": "a", "tokens": 12345, "share": 0.97654, "seconds": 12345.6}, {"run": "b", "tokens": None}]
-    measure.record(tmp_path / "memory.json", {"Of a step": rows}, curves={"a": [[1.0]]})
+    measure.record(tmp_path / "trial.json", {"Of a step": rows}, curves={"a": [[1.0]]})
     measure.record(tmp_path / "games.json", {"": [{"run": "c", "difference": 0.0000123}]})
-    kept = json.loads((tmp_path / "memory.json").read_text())
+    kept = json.loads((tmp_path / "trial.json").read_text())
     assert kept["tables"] == {"Of a step": rows} and kept["curves"] == {"a": [[1.0]]}
-    assert kept["command"] == "python -m bench.memory --a 'b c'"
+    assert kept["command"] == "python -m bench.learning --a 'b c'"
     page = report.render(tmp_path)
-    lines = page[page.index("## Memory") :].splitlines()
-    assert importlib.import_module("bench.memory").__doc__.startswith(lines[2][:50])
+    lines = page[page.index("## Trial") :].splitlines()
+    assert learning.__doc__.startswith(lines[2][:50])
     assert lines[-6:] == [
         "**Of a step**",
         "",
