@@ -78,14 +78,11 @@ def extend(trainer_class: type) -> type:
 
     class VariantTrainer(ReferenceTrainer):
         def __init__(self, config, *arguments):
-            owns = {"--normalize_std": trainer_class.compare, "--aggregation": trainer_class.micro_batches}
-            changed = [not config.normalize_std, config.aggregation != "sequence"]
-            core = [Trainer.compare, Trainer.micro_batches]
-            for name, is_changed, own in zip(owns, changed, core):
-                if is_changed and owns[name] is not own:
-                    raise UserError(
-                        f"{name} has no effect here: this Trainer has a {own.__name__} of its own"
-                    )
+            says = "has no effect here: this Trainer has"
+            if not config.normalize_std and trainer_class.compare is not Trainer.compare:
+                raise UserError(f"--normalize_std {says} a compare of its own")
+            if config.aggregation != "sequence" and trainer_class.micro_batches is not Trainer.micro_batches:
+                raise UserError(f"--aggregation {says} a micro_batches of its own")
             super().__init__(config, *arguments)
 
         def compare(self, samples: list[Sample]):

@@ -25,7 +25,7 @@ from transformers.hf_argparser import HfArgumentParser
 import extras
 import train
 from extras import checks, embedded, turns
-from tests.conftest import COUNTDOWN, Config, random_model, run
+from tests.conftest import COUNTDOWN, TINY, Config, random_model, run
 from train import RLDataset, Sample, UserError
 
 TEST = f"{COUNTDOWN}/test.jsonl"
@@ -431,6 +431,17 @@ def test_a_reward_fn_that_blocks_is_announced(monkeypatch, capsys):
         checks.with_reminders(lambda sample: 1 / sample)(0)
     time.sleep(0.3)
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", "gpu config processes output model weights tokenizer".split())
+def test_every_check_precedes_the_run(monkeypatch, name):
+    def refuse(*arguments):
+        raise UserError(name)
+
+    monkeypatch.setattr(checks, f"check_{name}", refuse)
+    config = Config(model=str(TINY), data=TEST, engine="local", device="cpu", max_new_tokens=8)
+    with pytest.raises(UserError, match=f"^{name}$"):
+        checks.extend(Core)(config, RLDataset, None, None)
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------
