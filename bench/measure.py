@@ -90,12 +90,6 @@ def ratio(slow: list[float], fast: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast))
 
 
-def line(xs: list[float], ys: list[float]) -> dict[str, float]:
-    """The straight line through points, by least squares: its slope, its intercept, and R^2."""
-    slope, intercept = statistics.linear_regression(xs, ys)
-    return {"slope": slope, "intercept": intercept, "r2": statistics.correlation(xs, ys) ** 2}
-
-
 def show(rows: list[dict]):
     """Prints rows as a table; their keys are the columns."""
     cells = [list(rows[0])]
@@ -104,12 +98,6 @@ def show(rows: list[dict]):
     widths = [max(map(len, column)) for column in zip(*cells)]
     for cell in cells:
         print("  ".join(text.rjust(width) for text, width in zip(cell, widths)), flush=True)
-
-
-def write(output: Path, **numbers):
-    """Writes the numbers, and the machine that they are from."""
-    output.write_text(json.dumps({"machine": machine()} | numbers) + "\n")
-    print(f"{machine()}; the numbers are in {output}")
 
 
 def commit() -> str:

@@ -71,7 +71,7 @@ def extend(trainer_class: type) -> type:
             return super().micro_batches(self.exchange(samples) if self.neighbors else samples)
 
         def is_detailed(self, sample) -> bool:
-            """Whether a sample is logged token by token, and must stay; extras/monitor.py overrides this."""
+            """Whether a sample is logged token by token, and must stay; extras/details.py overrides this."""
             return False
 
         def exchange(self, samples: list) -> list:

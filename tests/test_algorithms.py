@@ -383,7 +383,6 @@ def test_truncated_completions_leave_no_gradient(mesh):
 
 def test_rewards_are_one_per_turn(mesh):
     trainer = make_trainer(make_config(), mesh)
-    trainer.reward_timeout = 1.0
     sample = Sample([], {}, turns=["a", "b"])
     for found, rewards in ((2.0, [0.0, 2.0]), ([1, 2], [1.0, 2.0])):
         trainer.reward_fn = lambda sample: found
