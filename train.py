@@ -886,7 +886,8 @@ def main(config=Config, dataset=RLDataset, reward_fn=reward_fn, env_step=None, t
     try:
         if (Path(__file__).parent / "extras/__init__.py").exists():
             config, trainer = importlib.import_module("extras").extend(config, trainer)
-        trainer(parse_flags(config, sys.argv[1:], trainer.parser_class), dataset, reward_fn, env_step).fit()
+        flags = parse_flags(config, sys.argv[1:], trainer.parser_class)
+        trainer(flags, dataset, reward_fn, env_step).fit()
     except (UserError, KeyboardInterrupt, ModuleNotFoundError) as error:
         time.sleep(2 if LOCAL_RANK else 0)  # rank 0 speaks, and then torchrun ends the others
         print(f"train.py: {' '.join(str(error).split()) or 'interrupted'}", file=sys.stderr, flush=True)
