@@ -204,8 +204,11 @@ def test_batch_by_hand():
     first.tokens["weight"] = [0, 0.1, 0, 0.1]
     second.tokens["logprob"] = [0, -3]
     batch = train.Batch([first, second], "cpu")
-    assert batch.ids.tolist() == [[5, 6, 7, 8, 9, 10]] and batch.positions.tolist() == [[0, 1, 2, 3, 0, 1]]
-    assert batch.bounds.tolist() == [0, 4, 6] and batch.bounds.dtype == torch.int32 and batch.longest == 4
+    assert batch.ids.tolist() == [[5, 6, 7, 8, 9, 10]] and batch.layout["position_ids"].tolist() == [
+        [0, 1, 2, 3, 0, 1]
+    ]
+    bounds = batch.layout["bounds"]
+    assert bounds.tolist() == [0, 4, 6] and bounds.dtype == torch.int32 and batch.layout["longest"] == 4
     assert batch.source.tolist() == [0, 2, 4] and batch.targets.tolist() == [6, 8, 10]
     assert batch.engine_logprobs.tolist() == [-1, -2, -3] and batch.advantages.tolist() == [0.5, 0.25, 0]
     assert batch.weights.tolist() == pytest.approx([0.1, 0.1, 0]) and batch.samples == [first, second]
@@ -214,7 +217,10 @@ def test_batch_by_hand():
 
 def test_a_filler_has_weight_0():
     batch = train.Batch([], "cpu")
-    assert batch.weights.tolist() == batch.advantages.tolist() == [0] and batch.bounds.tolist() == [0, 2]
+    assert batch.weights.tolist() == batch.advantages.tolist() == [0] and batch.layout["bounds"].tolist() == [
+        0,
+        2,
+    ]
     assert batch.source.tolist() == [0] and batch.samples == []
 
 

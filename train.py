@@ -16,10 +16,10 @@ Deviations from the paper: no KL term (extras/variants.py adds one), DAPO's high
 Part III is the loop: start there. Part I is the algorithm; edit `__getitem__` and `reward_fn` in section 2
 for a task of your own. Part II is the machine: skip it on a first reading.
 Sizes: B samples, G completions per prompt, T tokens, t of a part, N trained, H hidden size, V vocabulary.
-Files in the folder extras/ wrap the Trainer and add flags (parse_flags reads this): checkpoint.py --resume
---save_every, checks.py --max_failures, compile.py --compile, details.py --token_groups, dither.py --dither,
-gate.py --gate, lr_schedule.py --lr_schedule, offload.py --offload, reward_workers.py
---reward_workers, turns.py --max_turns, updates.py --updates_per_step, variants.py --normalize_std
+Files in extras/ wrap the Trainer and add flags (parsed by parse_flags): checkpoint.py --resume --save_every,
+checks.py --max_failures, compile.py --compile, details.py --token_groups, dither.py --dither, gate.py --gate,
+lr_schedule.py --lr_schedule, offload.py --offload, reward_workers.py --reward_workers, shared_prompts.py
+--share_prompts, turns.py --max_turns, updates.py --updates_per_step, variants.py --normalize_std
 --aggregation --kl_coef --entropy_coef --tis_cap, wandb_log.py --wandb, watchdog.py --engine_timeout.
 """
 
@@ -52,6 +52,7 @@ from huggingface_hub import save_torch_state_dict, snapshot_download
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, parallel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
@@ -249,17 +250,15 @@ class Batch:
         filler = np.zeros(2, TOKEN)  # of weight 0, for ranks without samples
         filler["mask"][1] = 1
         parts = [sample.tokens for sample in samples] or [filler]
-        lengths = [len(part) for part in parts]
         tokens = np.concatenate(parts)
-        bounds = np.cumsum([0, *lengths], dtype=np.int32)
         trained = tokens["mask"].nonzero()[0]
-
         tensor = functools.partial(torch.tensor, device=device)
         self.samples = samples
-        self.longest = max(lengths)
         self.ids = tensor(tokens["id"].astype(np.int64)[None])  # [1, T]
-        self.positions = tensor((np.arange(len(tokens)) - np.repeat(bounds[:-1], lengths))[None])  # [1, T]
-        self.bounds = tensor(bounds)  # [samples + 1]: where each sample begins, and the end of the last
+        positions = np.concatenate([np.arange(len(part)) for part in parts])
+        bounds = tensor(np.cumsum([0, *map(len, parts)], dtype=np.int32))  # [samples + 1], where each begins
+        self.layout = {"position_ids": tensor(positions[None]), "bounds": bounds, "key_bounds": bounds}
+        self.layout |= {"keys": slice(None), "longest": max(map(len, parts))}
         self.source = tensor(trained - 1)  # [N], the tokens before the targets, which predict them
         self.targets = tensor(tokens["id"][trained].astype(np.int64))  # [N]
         self.advantages = tensor(tokens["advantage"][trained])  # [N]
@@ -271,16 +270,15 @@ class Batch:
 def pack(samples: list[Sample], budget: int, least: int) -> list[list[Sample]]:
     """At least `least` micro-batches, each of at most `budget` tokens or of one longer sample."""
     # The longest goes first, always into the emptiest (Graham 1969, doi:10.1137/0117039).
-    while True:
-        packs = [[] for _ in range(least)]
-        sizes = np.zeros(least, int)
+    for number in count(least):
+        packs = [[] for _ in range(number)]
+        sizes = np.zeros(number, int)
         for sample in sorted(samples, key=lambda sample: len(sample.tokens), reverse=True):
             emptiest = sizes.argmin()
             packs[emptiest].append(sample)
             sizes[emptiest] += len(sample.tokens)
         if all(size <= budget or len(part) == 1 for size, part in zip(sizes, packs)):
             return packs
-        least += 1
 
 
 # ====================== Part II: the machine. 6. Processes ============================
@@ -328,8 +326,8 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     options = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, **options)
-    copies = config.dp_replicate
-    shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
+    copies, tp = config.dp_replicate, config.tp_size
+    shape = (copies, dist.get_world_size() // tp // copies, tp)
     mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
     both = mesh["replicate", "shard"]
     return {"dp": both._flatten("dp"), "tp": mesh["tp"], "fsdp": both if copies > 1 else mesh["shard"]}
@@ -344,17 +342,19 @@ def reduce_over(mesh: DeviceMesh, values: list[float], op=dist.ReduceOp.SUM) -> 
 
 # ----------------------------------- 7. Sharding -------------------------------------
 @torch.compiler.disable
-def packed_attention(module, query, key, value, mask, scaling=None, bounds=None, longest=0, **kwargs):
-    """Causal attention within each packed sample: [1, heads, T, width] -> [1, T, heads, width]."""
+def packed_attention(module, query, key, value, mask, scaling, bounds, keys, key_bounds, longest, **kwargs):
+    """Causal attention of each sample's tokens to its keys: [1, heads, T, width] -> [1, T, heads, width]."""
     shared = {"scale": scaling, "enable_gqa": True}
+    key, value = key[:, :, keys], value[:, :, keys]
     if query.is_cuda and query.dtype != torch.float32:  # a single kernel, for 16-bit types only
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
-        shared["window_size"] = (-1, 0)  # causal
-        return varlen_attn(q, k, v, bounds, bounds, longest, longest, **shared)[None], None
-    lengths = bounds.diff().tolist()
+        shared["window_size"] = (-1, 0)  # causal: the last query of a sample sees its last key
+        return varlen_attn(q, k, v, bounds, key_bounds, longest, longest, **shared)[None], None
+    pairs = (query, bounds), (key, key_bounds), (value, key_bounds)
     outputs = []
-    for q, k, v in zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2)):
-        outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, **shared))
+    for q, k, v in zip(*(part.split(ends.diff().tolist(), dim=2) for part, ends in pairs)):
+        causal = causal_lower_right(q.shape[2], k.shape[2])
+        outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, **shared))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 
 
@@ -444,11 +444,11 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
 
 def policy_logprobs(model, batch: Batch, temperature: float, vocab_size: int, tp: DeviceMesh):
     """Log-probs [N] and entropies [N] of a batch's targets, in fp32."""
-    packed = {"position_ids": batch.positions, "bounds": batch.bounds, "longest": batch.longest}
-    states = model.model(batch.ids, use_cache=False, **packed).last_hidden_state[0, batch.source]
+    states = model.model(batch.ids, use_cache=False, **batch.layout).last_hidden_state[0, batch.source]
     weight = model.lm_head.weight
     head = weight.to_local() if isinstance(weight, DTensor) else weight
-    return head_logprobs(states, batch.targets, head, temperature, vocab_size, tp)
+    score = getattr(model, "head_logprobs", head_logprobs)  # extras/head.py
+    return score(states, batch.targets, head, temperature, vocab_size, tp)
 
 
 # ----------------------------------- 9. Actor ----------------------------------------
@@ -560,8 +560,7 @@ class SGLangEngine:
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
             os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] = "0"
             runtime = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"  # for what SGLang preloads
-            folders = filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(runtime)])
-            os.environ["LD_LIBRARY_PATH"] = ":".join(folders)
+            os.environ["LD_LIBRARY_PATH"] = f"{os.environ.get('LD_LIBRARY_PATH') or runtime}:{runtime}"
         if self.group.rank() == 0:
             import sglang  # starts processes that import this file again
 
@@ -661,11 +660,11 @@ def shuffled(rows: int, seed: int):
 class Trainer:
     """Sample, compare, learn, publish. A recipe may subclass it."""
 
+    batch_class, packer = Batch, staticmethod(pack)  # extras/shared_prompts.py
     parser_class = HfArgumentParser  # extras/help.py, extras/checks.py
     sglang_class = SGLangEngine  # extras/watchdog.py
     max_failures = 0.1  # share of failed samples above which a run ends; extras/checks.py
-    has_failed = False  # whether a sample of this rank has
-    is_resumed = multi_turn = False  # extras/checkpoint.py, extras/turns.py
+    is_resumed = multi_turn = has_failed = False  # extras/checkpoint.py, extras/turns.py, episode
     trains_all = False  # whether samples without an advantage have a gradient, too
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step=None):
@@ -814,8 +813,9 @@ class Trainer:
         set_weights(samples, reduce_over(self.mesh["dp"], [len(samples)])[0])
         useful = [sample for sample in samples if self.trains_all or sample.tokens["advantage"].any()]
         # FSDP's collectives would hang if a rank ran fewer forward passes than the others.
-        (least,) = reduce_over(self.mesh["dp"], [len(pack(useful, budget, 1))], dist.ReduceOp.MAX)
-        return [Batch(part, self.config.device) for part in pack(useful, budget, int(least))]
+        (least,) = reduce_over(self.mesh["dp"], [len(self.packer(useful, budget, 1))], dist.ReduceOp.MAX)
+        packs = self.packer(useful, budget, int(least))
+        return [self.batch_class(part, self.config.device) for part in packs]
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, dict]:
         """The loss of a micro-batch, and statistics [N] to log."""

@@ -20,6 +20,8 @@ ORDER = (  # later ones wrap earlier ones
     "compile",
     "offload",
     "balance",
+    "head",
+    "shared_prompts",
     "watchdog",
     "curve",
     "monitor",

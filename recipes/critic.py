@@ -36,8 +36,7 @@ def load_critic(path: str, mesh: dict, config):
 
     def values(batch) -> torch.Tensor:
         """Values [N] of the states in which the trained tokens were sampled."""
-        packed = {"position_ids": batch.positions, "bounds": batch.bounds, "longest": batch.longest}
-        states = model.model(batch.ids, use_cache=False, **packed).last_hidden_state[0, batch.source]
+        states = model.model(batch.ids, use_cache=False, **batch.layout).last_hidden_state[0, batch.source]
         head = model.value_head.weight
         head = head.to_local() if isinstance(head, DTensor) else head
         return (states @ head[0]).float()

@@ -21,7 +21,7 @@ from recipes.formulas import (
     token_returns,
     trained,
 )
-from train import Batch, Sample, Trainer, call, pack, reduce_over
+from train import Sample, Trainer, call, reduce_over
 
 
 def add_column(name: str):
@@ -141,8 +141,9 @@ class AlgorithmTrainer(Trainer):
     def pack(self, samples: list[Sample]) -> list:
         """Micro-batches of this rank's samples, as many as on every rank."""
         budget = self.config.tokens_per_micro_batch
-        (count,) = reduce_over(self.mesh["dp"], [len(pack(samples, budget, 1))], dist.ReduceOp.MAX)
-        batches = [Batch(part, self.config.device) for part in pack(samples, budget, int(count))]
+        (count,) = reduce_over(self.mesh["dp"], [len(self.packer(samples, budget, 1))], dist.ReduceOp.MAX)
+        packs = self.packer(samples, budget, int(count))
+        batches = [self.batch_class(part, self.config.device) for part in packs]
         for batch in batches:
             filler = torch.zeros_like(batch.source)
             owners, steps = number_units(batch.samples) if batch.samples else (filler, filler)

@@ -1,0 +1,96 @@
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import train
+from extras import head, shared_prompts
+from extras.shared_prompts import SharedBatch, pack_groups
+from tests.conftest import FORMS, VOCAB, Config, plain_logprobs, random_model
+from train import Batch, Sample
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def sample_of(prompt: list[int], completion: list[int], mask=1, **columns) -> Sample:
+    sample = Sample([], {})
+    sample.append(prompt)
+    sample.append(completion, mask=mask, logprob=-1.0, **columns)
+    return sample
+
+
+def grouped_samples() -> list[Sample]:
+    """Groups of 3, 1 and 4, prompts of 6, 1 and 4 tokens; the last group has masked replies."""
+    generator = np.random.default_rng(0)
+    samples = []
+    for number, (size, prompt) in enumerate([(3, 6), (1, 1), (4, 4)]):
+        ids = generator.integers(0, VOCAB, prompt)
+        for i in range(size):
+            t = int(generator.integers(5, 12))
+            sample = sample_of(ids, generator.integers(0, VOCAB, t), advantage=generator.normal())
+            sample.key = (number, i)
+            if number == 2:
+                sample.tokens["mask"][prompt + 2 : prompt + 4] = 0
+            samples.append(sample)
+    train.set_weights(samples, len(samples))
+    return samples
+
+
+def test_a_shared_batch_by_hand():
+    first = sample_of([5, 6], [7, 8], mask=[1, 1])
+    other = sample_of([9], [5])
+    second = sample_of([5, 6], [3, 4, 2], mask=[1, 0, 1])
+    batch = SharedBatch([first, other, second], "cpu")
+    assert batch.ids.tolist() == [[5, 6, 7, 8, 9, 5, 3, 4, 2]]
+    assert batch.source.tolist() == [1, 2, 4, 1, 7] and batch.targets.tolist() == [7, 8, 5, 3, 2]
+    layout = {name: part.tolist() for name, part in batch.layout.items() if name != "longest"}
+    assert layout["position_ids"] == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
+    assert layout["keys"] == [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8]
+    assert layout["bounds"] == [0, 4, 6, 9] and layout["key_bounds"] == [0, 4, 6, 11]
+    assert batch.layout["longest"] == 5 and batch.layout["bounds"].dtype == torch.int32
+
+
+def test_groups_stay_whole_or_in_few_pieces():
+    def sizes(lists):
+        return [[len(sample.tokens) for sample in part] for part in lists]
+
+    group = [sample_of([1] * 10, [2] * n) for n in (3, 1, 2)]  # 10 + 6 tokens
+    others = [sample_of([3] * 4, [2] * n) for n in (5, 6)]  # 4 + 11
+    assert sizes(pack_groups(group + others, 16, 1)) == [[13, 12, 11], [10, 9]]
+    assert sizes(pack_groups(group + others, 31, 1)) == [[13, 12, 11, 10, 9]]
+    assert sizes(pack_groups(group, 15, 1)) == [[13, 11], [12]]  # 10 + 3 + 1, 10 + 2
+    assert sizes(pack_groups(group, 12, 1)) == [[13], [12], [11]]
+    assert sizes(pack_groups(group, 16, 2)) == [[13, 12, 11], []] and pack_groups([], 9, 1) == [[]]
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("budget", [10**6, 24])
+def test_shared_equal_plain_log_probs_and_gradients(mesh, tmp_path, name, budget):
+    kind, form = name.split("-")
+    folder = random_model(tmp_path, kind, form == "tied")
+    policy = train.load_policy(str(folder), mesh, Config(temperature=0.6, device="cpu"), VOCAB)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for batch_class, pack, score in (
+        (Batch, train.pack, train.head_logprobs),
+        (SharedBatch, pack_groups, head.head_logprobs),
+    ):
+        policy.head_logprobs = score
+        policy.zero_grad()
+        logprobs = {}
+        for part in pack(deepcopy(grouped_samples()), budget, 1):
+            batch = batch_class(part, "cpu")
+            values, entropy = policy.logprobs(batch)
+            (batch.weights * (batch.advantages * values + 0.1 * entropy)).sum().backward()
+            lengths = [int(sample.tokens["mask"].sum()) for sample in part]
+            for sample, *parts in zip(part, values.split(lengths), entropy.split(lengths)):
+                logprobs[sample.key] = torch.stack(parts).detach()
+        gradients = torch.cat([one.grad.full_tensor().flatten() for one in policy.parameters()])
+        found.append((logprobs, gradients))
+    (plain, plain_gradient), (shared, gradient) = found
+    for sample in grouped_samples():
+        torch.testing.assert_close(shared[sample.key], plain[sample.key], rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(shared[sample.key][0], plain_logprobs(model, sample, 0.6), rtol=1e-5, atol=2e-5)
+    assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm() > 0
