@@ -93,8 +93,8 @@ def test_plan_divides_what_is_sharded(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_plan_counts_the_embedding_s_gradients_over_tp(tmp_path, tied):
-    # As measured with tp 2, in halves of the embedding. Tied: the weights, the head's gradient, the embedding's
-    # for all rows (2), for this rank's, the sum. Untied: weights of both (2), the same gradients, no sum.
+    # As measured with tp 2, in halves of the embedding. Tied: the weights, the head's gradient, and the
+    # embedding's for all rows (2), for this rank's, the sum. Untied: weights of both (2), and no sum.
     half = 151936 * 1536 / 2
     folder = qwen_1_5b(tmp_path, tied)
     parts = planned(folder, "--tp_size", "2", "--dtype", "float32", ranks=2)["reduce"]

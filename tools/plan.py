@@ -150,7 +150,7 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     n.vocab = model_config.vocab_size // tp
     n.hidden = model_config.hidden_size
     n.head = n.vocab * n.hidden
-    # Gradients of the embedding: DTensor makes one of all rows, then this rank's, then the sum with the head's.
+    # The embedding's gradients: DTensor makes that of all rows, this rank's, and the sum with the head's.
     n.embedding = n.head * (1 if tp == 1 else tp + 1 + model_config.tie_word_embeddings)
     n.mlp = model_config.intermediate_size / tp
     heads = model_config.num_attention_heads
