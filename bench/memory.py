@@ -1,6 +1,6 @@
-"""How much memory does an update take: compared with full logits, and with what tools/plan.py predicts?
+"""How much memory does an update take, compared with what tools/plan.py predicts?
 
-    python -m bench.memory [--parts "head plan"] [--output assets/records/memory.json]
+    python -m bench.memory [--models "small Qwen3,untied Qwen2"] [--output assets/records/memory.json]
 
 Each case is a run of its own, of one process or two: a real Actor with random weights learns from a packed
 batch whose sequences have 1,024 tokens, a quarter of them the prompt. An earlier batch has left gradients,
@@ -8,10 +8,7 @@ and Adam's state exists, as in the middle of a step. Counted are the bytes of li
 on a CPU torch.profiler sees every allocation, on a GPU torch.cuda.max_memory_allocated does. On a CPU it
 takes 12 GB.
 
-head: an update with the head of train.py, and with a naive one: all logits of the trained tokens in fp32,
-    log_softmax, gather, entropy and autograd.
-plan: the largest sum of an update's phases in tools/plan.py, without its reserve, compared with the measured
-    peak.
+Planned is the largest sum of an update's phases in tools/plan.py, without its reserve.
 """
 
 import json
@@ -40,7 +37,6 @@ REAL = "4 layers of Qwen2.5-0.5B"
 TRAINED = 0.75  # of a batch's tokens
 TOLERANCE = 15  # percent
 BASE = {"shape": REAL, "tokens": 1024, "dtype": "float32", "recompute": True, "tp": 1, "ranks": 1}
-BASE |= {"head": "train.py"}
 PLAN_CASES = (
     {"shape": "small Qwen3", "tokens": 4096, "recompute": False},
     {"shape": "small Qwen3", "tokens": 4096, "dtype": "bfloat16"},
@@ -102,17 +98,6 @@ def update(actor: Actor, batches: list[Batch]) -> float:
 
     actor.backward(batches, loss)
     return actor.optimizer_step()
-
-
-def naive_logprobs(states, targets, head, temperature: float, *_):
-    """Stands in for train.head_logprobs: log-probs [N] and entropies [N] by way of all logits."""
-    logprobs = torch.log_softmax((states @ head.T).float() / temperature, -1)
-    with torch.no_grad():
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, targets[:, None])[:, 0], entropies
-
-
-HEADS = {"train.py": train.head_logprobs, "all trained logits": naive_logprobs}
 
 
 # ---- Bytes -----------------------------------------------------------------------------------------------
@@ -182,7 +167,6 @@ def measure_case(case: dict) -> int:
     """Bytes of a rank at the peak of an update."""
     config = config_of(case)
     mesh = init_distributed(config)
-    train.head_logprobs = HEADS[case["head"]]
     actor = make_actor(config, mesh, AutoConfig.from_pretrained(case["model"]).vocab_size)
     batches = [full_batch(64, config.device), full_batch(case["tokens"], config.device)]
     update(actor, batches[:1])  # creates Adam's state
@@ -190,14 +174,6 @@ def measure_case(case: dict) -> int:
 
 
 # ---- The tables ------------------------------------------------------------------------------------------
-def head_rows(folder: str) -> list[dict]:
-    """The peaks of an update with train.py's head and with a naive one."""
-    case = BASE | {"model": f"{folder}/{REAL}", "tokens": 2048}
-    peaks = {head: run_case("bench.memory", case | {"head": head}) / 1e9 for head in HEADS}
-    row = {"tokens": case["tokens"]} | {f"{head} (GB)": found for head, found in peaks.items()}
-    return [row | {"ratio": peaks["all trained logits"] / peaks["train.py"]}]
-
-
 def planned_update(config: PlanConfig, shape) -> float:
     """Bytes of an update's tensors according to tools/plan.py, without the engine's and the reserve."""
     phases = plan(config, shape, config.processes, TRAINED)
@@ -205,13 +181,13 @@ def planned_update(config: PlanConfig, shape) -> float:
     return max(sum(parts.values()) - parts["reserve"] - parts["engine"] for parts in updates)
 
 
-def plan_rows(folder: str) -> list[dict]:
-    """The peaks of an update, and what tools/plan.py says."""
+def plan_rows(folder: str, models: list[str]) -> list[dict]:
+    """The peaks of an update of these models, and what tools/plan.py says."""
     rows = []
     for change in PLAN_CASES:
         case = BASE | change
         case["model"] = f"{folder}/{case['shape']}"
-        if GPU and case["ranks"] > torch.cuda.device_count():
+        if case["shape"] not in models or GPU and case["ranks"] > torch.cuda.device_count():
             continue
         planned = planned_update(config_of(case), shape_config(case["shape"]))
         found = run_case("bench.memory", case)
@@ -225,23 +201,18 @@ def plan_rows(folder: str) -> list[dict]:
 
 def main():
     """Measures everything, writes the numbers."""
-    parts = ("head plan", "tables to make")
-    flags = options(__doc__, "memory", parts=parts, case=("", "internal: one case, as JSON"))
+    models = (",".join(SHAPES), "models to measure")
+    flags = options(__doc__, "memory", models=models, case=("", "internal: one case, as JSON"))
     if flags.case:
         return print_result(measure_case(json.loads(flags.case)))
-    tables = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in SHAPES:
             make_model(f"{folder}/{name}", shape_config(name))
-        if "head" in flags.parts:
-            tables["Peak memory of an update with whole logits"] = head_rows(folder)
-        if "plan" in flags.parts:
-            tables["Peak memory of an update, planned and measured"] = plan_rows(folder)
-    for rows in tables.values():
-        show(rows)
-    record(flags.output, tables)
-    errors = [row["error (%)"] for rows in tables.values() for row in rows if "error (%)" in row]
-    if max(map(abs, errors), default=0) > TOLERANCE:
+        rows = plan_rows(folder, flags.models.split(","))
+    show(rows)
+    record(flags.output, {"Peak memory of an update, planned and measured": rows})
+    errors = [row["error (%)"] for row in rows]
+    if max(map(abs, errors)) > TOLERANCE:
         sys.exit(f"tools/plan.py is off by more than {TOLERANCE} %")
 
 
