@@ -201,14 +201,15 @@ def plan_rows(folder: str, models: list[str]) -> list[dict]:
 
 def main():
     """Measures everything, writes the numbers."""
-    models = (",".join(SHAPES), "models to measure")
-    flags = options(__doc__, "memory", models=models, case=("", "internal: one case, as JSON"))
+    known = (",".join(SHAPES), "models to measure")
+    flags = options(__doc__, "memory", models=known, case=("", "internal: one case, as JSON"))
     if flags.case:
         return print_result(measure_case(json.loads(flags.case)))
+    models = flags.models.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        for name in SHAPES:
+        for name in models:
             make_model(f"{folder}/{name}", shape_config(name))
-        rows = plan_rows(folder, flags.models.split(","))
+        rows = plan_rows(folder, models)
     show(rows)
     record(flags.output, {"Peak memory of an update, planned and measured": rows})
     errors = [row["error (%)"] for row in rows]
