@@ -1,16 +1,10 @@
-"""The cost of what surrounds the model: its share of a step, its cost per rank, and ranks that wait.
+"""The cost of what surrounds the model: its share of a step, and ranks that wait for others.
 
-    python -m bench.cost [--rounds 7] [--parts "steps ranks waits"] [--output assets/records/cost.json]
+    python -m bench.cost [--rounds 7] [--parts "steps waits"] [--output assets/records/cost.json]
 
-steps: the trainer with all extras runs steps of the embedded job, with one update and with 8, 32 and 128
-    prompts in turn, on one rank and then on two. Its learning rate is so small that completions stay as long
-    as they are. Clocks measure what is neither sampling nor a forward or backward pass. A rank that waits for
-    another one in the log or the push waits in wall time only.
-ranks: 1, 2, 4 and 8 processes with 512 samples each, of about 1,000 tokens. Each does what a step does with
-    them, without the model. Columns that stay flat mean that a rank's cost does not depend on the number of
-    ranks; "exchange" pickles the samples and reads them back, as a tensor-parallel group would, and needs no
-    other rank, so it shows how much slower the machine itself gets. Rank 0 writes the log. Bytes are those of
-    the loopback device, which no other program should use meanwhile.
+steps: the trainer with all extras runs steps of the embedded job on two ranks. Its learning rate is so small
+    that completions stay as long as they are. Clocks measure what is neither sampling nor a forward or
+    backward pass. A rank that waits for another one in the log or the push waits in wall time only.
 waits: samples of log-normal lengths are packed as the trainer packs them; nothing is timed. In each pass all
     ranks wait for the one with the most tokens, because FSDP's collectives join them there. The table has the
     share of its time that the average rank waits, if samples stay where they were sampled, and if
@@ -19,7 +13,6 @@ waits: samples of log-normal lengths are packed as the trainer packs them; nothi
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -27,7 +20,6 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
 
@@ -36,17 +28,13 @@ import torch.distributed as dist
 
 import extras
 import train
-from bench.measure import embedded_flags, options, record, seconds, show
+from bench.measure import embedded_flags, options, record, show
 from extras.balance import moves
 
-PROMPTS = (8, 32, 128)  # of a step; the embedded job has 32
-SAMPLES = 512  # per rank
 GROUP = 8
 PROMPT_LENGTH, MEDIAN, LONGEST = 300, 600, 4096  # tokens of a prompt; of completions
 BUDGET = 8192  # tokens per micro-batch
 MACHINE = 8  # ranks
-PARTS = ("exchange", "advantages", "micro-batches", "log")
-TEXT = "Let me try (12 + 3) * 4 / 5 - 6, which is not yet 24. " * 50  # as long as 700 tokens of Qwen
 
 
 # ---- Runs in processes of their own ----------------------------------------------------------------------
@@ -132,12 +120,8 @@ class Clock:
 def attach_clock(trainer: train.Trainer) -> Clock:
     """A clock on the parts of a step that surround the model."""
     clock = Clock()
-    for owner, method in (
-        (train, "encode_prompt"),
-        (train, "deepcopy"),
-        (train.Sample, "append"),
-        (trainer.tokenizer, "decode"),
-    ):
+    episodes = ((train, "encode_prompt"), (train, "deepcopy"), (train.Sample, "append"))
+    for owner, method in (*episodes, (trainer.tokenizer, "decode")):
         clock.attach(owner, method, "prompts and episodes")
     clock.attach(trainer, "reward_fn", "rewards")
     clock.attach(trainer, "compare", "advantages")
@@ -155,63 +139,33 @@ def totals(parts: Counter) -> dict[str, float]:
 
 
 def measure_steps(case: dict) -> list[dict]:
-    """A row per step after the warm-up: tokens of all ranks, and seconds of this one."""
+    """Seconds of each step after the warm-up, by clock and part."""
     trainer = make_trainer(case["folder"], updates_per_step=1)
     clock = attach_clock(trainer)
     rows = []
-    for number in range(len(PROMPTS) * (case["rounds"] + 1)):
-        prompts = PROMPTS[number % len(PROMPTS)]
-        trainer.config.prompts_per_step = prompts
+    for number in range(case["rounds"] + 1):
         clock.clear()
         with clock.part("model"):
             metrics, samples = trainer.step()
             trainer.write(number + 1, metrics, samples)
-        (tokens,) = train.reduce_over(trainer.mesh["dp"], [sum(len(sample.tokens) for sample in samples)])
-        row = {"prompts": prompts, "tokens": tokens, "rollout": metrics["time_rollout"]}
-        row["update"] = metrics["time_logprobs"] + metrics["time_update"]
-        rows.append(row | {"wall": totals(clock.wall), "cpu": totals(clock.cpu)})
-    return rows[len(PROMPTS) :]
+        rows.append({"wall": totals(clock.wall), "cpu": totals(clock.cpu)})
+    return rows[1:]
 
 
-def share_rows(steps: list[dict]) -> list[dict]:
+def steps_table(rounds: int) -> dict[str, list[dict]]:
     """Medians over steps: the CPU time of each part, and its share of a step."""
+    steps = run_case("bench.cost", {"ranks": 2, "rounds": rounds})
     rows = []
     for part in [part for part in steps[0]["cpu"] if part != "step"]:
         row = {"part": part, "CPU ms": 1000 * median(step["cpu"][part] for step in steps)}
         for clock, label in (("cpu", "CPU"), ("wall", "wall")):
-            row[f"% of {label} time"] = 100 * median(
-                step[clock][part] / step[clock]["step"] for step in steps
-            )
+            shares = [step[clock][part] / step[clock]["step"] for step in steps]
+            row[f"% of {label} time"] = 100 * median(shares)
         rows.append(row)
-    return rows
+    return {"What surrounds the model in a step of the embedded job, on 2 ranks": rows}
 
 
-def growth_rows(steps: list[dict], ranks: int) -> list[dict]:
-    """Medians of a step by its number of prompts."""
-    rows = []
-    for prompts in PROMPTS:
-        alike = [step for step in steps if step["prompts"] == prompts]
-        row = {"ranks": ranks, "prompts": prompts, "tokens": median(step["tokens"] for step in alike)}
-        row["step (s)"] = median(step["wall"]["step"] for step in alike)
-        for name in ("rollout", "update"):
-            row[f"{name} (s)"] = median(step[name] for step in alike)
-        rows.append(row | {"ms per 1,000 tokens": 1e6 * row["step (s)"] / row["tokens"]})
-    return rows
-
-
-def steps_tables(rounds: int) -> tuple[dict, dict]:
-    """The tables of `steps`, and the numbers behind them."""
-    steps = {}
-    growth = []
-    for ranks in (1, 2):
-        steps[ranks] = run_case("bench.cost", {"part": "steps", "ranks": ranks, "rounds": rounds})
-        growth += growth_rows(steps[ranks], ranks)
-    embedded = [step for step in steps[2] if step["prompts"] == 32]
-    title = "What surrounds the model in a step of the embedded job, on 2 ranks"
-    return {title: share_rows(embedded), "A step with more prompts": growth}, {"steps": steps}
-
-
-# ---- ranks -----------------------------------------------------------------------------------------------
+# ---- waits -----------------------------------------------------------------------------------------------
 def draw_lengths(generator, groups: int, sigma: float) -> np.ndarray:
     """Tokens of samples [groups, GROUP]; half of the variance of the logarithm lies between prompts."""
     difficulty = generator.normal(0, sigma / 2**0.5, (groups, 1))
@@ -219,71 +173,6 @@ def draw_lengths(generator, groups: int, sigma: float) -> np.ndarray:
     return PROMPT_LENGTH + np.minimum(lengths, LONGEST).astype(int)
 
 
-def make_samples(rank: int, ranks: int) -> list[train.Sample]:
-    """A rank's samples with random tokens, as a rollout leaves them."""
-    generator = np.random.default_rng(rank)
-    samples = []
-    for (group, i), length in np.ndenumerate(draw_lengths(generator, SAMPLES // GROUP, 0.5)):
-        ids = generator.integers(0, 150_000, length, dtype=np.int32)
-        row = {"nums": [1, 2, 3], "target": 6}
-        sample = train.Sample([], row, key=(group * ranks + rank, i), turns=[TEXT])
-        sample.append(ids[:PROMPT_LENGTH])
-        sample.append(ids[PROMPT_LENGTH:], mask=1, logprob=-1.0, version=1)
-        sample.reward = float(i % 3 == 0)
-        sample.metrics = {"solved": sample.reward}
-        samples.append(sample)
-    return samples
-
-
-def loopback_bytes() -> int:
-    """Bytes that the loopback device has carried."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    (found,) = [line for line in lines if line.strip().startswith("lo:")]
-    return int(found.split(":")[1].split()[0])
-
-
-def measure_ranks(case: dict) -> list[list[dict]]:
-    """CPU seconds of every part by rank and repeat, and the bytes that a rank sends and receives."""
-    flags = {"updates_per_step": 1, "tokens_per_micro_batch": BUDGET}
-    trainer = make_trainer(case["folder"], prompts_per_step=SAMPLES // GROUP * case["ranks"], **flags)
-    samples = make_samples(dist.get_rank(), case["ranks"])
-    actions = (
-        lambda: pickle.loads(pickle.dumps(samples)),
-        lambda: trainer.compare(samples),
-        lambda: trainer.micro_batches(samples),
-        lambda: trainer.write(2, {}, samples),
-    )
-    repeats = []
-    for _ in range(case["rounds"] + 1):
-        dist.barrier()
-        before = loopback_bytes()
-        dist.barrier()
-        row = {part: seconds(action)[1] for part, action in zip(PARTS, actions)}
-        dist.barrier()
-        repeats.append(row | {"bytes": (loopback_bytes() - before) / case["ranks"]})
-    found = [None] * case["ranks"]
-    dist.all_gather_object(found, repeats[1:])
-    return found
-
-
-def ranks_tables(rounds: int) -> tuple[dict, dict]:
-    """The table of `ranks`, and the numbers behind it."""
-    rows = []
-    numbers = {}
-    for ranks in (1, 2, 4, 8):
-        case = {"part": "ranks", "ranks": ranks, "rounds": rounds}
-        numbers[ranks] = found = run_case("bench.cost", case)
-        others = sum(found[min(1, ranks - 1) :], [])  # without rank 0, which writes the log
-        row = {"ranks": ranks}
-        for part in PARTS:
-            row[part] = median(repeat[part] for repeat in others)
-        row["log of rank 0"] = median(repeat["log"] for repeat in found[0])
-        row["MB per rank"] = median(repeat["bytes"] for repeat in found[0]) / 1e6
-        rows.append(row)
-    return {f"CPU seconds per step and rank for {SAMPLES} samples on each": rows}, {"ranks": numbers}
-
-
-# ---- waits -----------------------------------------------------------------------------------------------
 def balanced(ranks: list[list]) -> list[list]:
     """The ranks' samples after extras/balance.py has moved some within each machine."""
     after = [list(samples) for samples in ranks]
@@ -308,7 +197,7 @@ def waiting_share(ranks: list[list]) -> float:
     return 1 - tokens.mean() / tokens.max(axis=0).mean()
 
 
-def waits_tables(rounds: int) -> tuple[dict, dict]:
+def waits_table(rounds: int) -> dict[str, list[dict]]:
     """The table of `waits`."""
     rows = []
     for ranks, groups, sigma in ((4, 16, 0.5), (8, 8, 0.5), (8, 8, 1.0), (8, 32, 1.0), (64, 8, 1.0)):
@@ -321,27 +210,21 @@ def waits_tables(rounds: int) -> tuple[dict, dict]:
             shares["balanced"].append(waiting_share(balanced(own)))
         row = {"ranks": ranks, "groups per rank": groups, "sigma of log length": sigma}
         rows.append(row | {f"% waited, {name}": 100 * mean(found) for name, found in shares.items()})
-    return {"How much of an update the average rank waits": rows}, {}
+    return {"How much of an update the average rank waits": rows}
 
 
 def main():
     """Measures the parts, prints their tables, writes the numbers."""
-    parts = ("steps ranks waits", "parts to measure")
+    parts = ("steps waits", "parts to measure")
     flags = options(__doc__, "cost", parts=parts, case=("", "internal: one run, as JSON"))
     if flags.case:
-        case = json.loads(flags.case)
-        return print_result({"steps": measure_steps, "ranks": measure_ranks}[case["part"]](case))
+        return print_result(measure_steps(json.loads(flags.case)))
     tables = {}
-    numbers = {}
     for part in flags.parts.split():
-        make_tables = {"steps": steps_tables, "ranks": ranks_tables, "waits": waits_tables}[part]
-        found, details = make_tables(flags.rounds)
-        for title, rows in found.items():
-            print(f"\n{title}")
-            show(rows)
-        tables |= found
-        numbers |= details
-    record(flags.output, tables, **numbers)
+        tables |= {"steps": steps_table, "waits": waits_table}[part](flags.rounds)
+    for rows in tables.values():
+        show(rows)
+    record(flags.output, tables)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""How near the hardware's limits the update and the push are: Qwen2.5-1.5B's shape with random weights.
+"""How near the hardware's limits the update is: Qwen2.5-1.5B's shape with random weights.
 
     python -m bench.gpu [--rounds 5] [--shape 1.5B|small] [--tokens 16384] [--output assets/records/gpu.json]
 
-One process. Measures, in turn where two things are compared:
+One process. Measures:
 - the ceiling: FLOP/s of a square matmul of 8192 in the compute dtype, the best of this card;
 - the update (forward, backward, clipping, AdamW) on packed sequences of 1,024 tokens, 768 of them trained,
   with and without gradient checkpointing and torch.compile. FLOPs are those of the model (extras/monitor.py:
   three forward passes, nothing for what checkpointing computes twice), as a share of the ceiling and of the
   card's peak;
-- its peak memory compared with tools/plan.py;
-- a push into the local engine's copy, compared with copying the same bytes from one tensor to another.
+- its peak memory compared with tools/plan.py.
+
 Without a GPU it runs with --shape small --tokens 2048, in fp32, to try the script.
 """
 
@@ -17,13 +17,12 @@ import tempfile
 from statistics import median
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 import train
-from bench.measure import in_turn, options, ratio, record, seconds, show
+from bench.measure import in_turn, options, record, seconds, show
 from bench.memory import TRAINED, full_batch, make_actor, make_model, planned_update, shape_config, update
 from extras.compile import compile_layers
-from extras.local_engine import LocalEngine
 from extras.monitor import forward_flops, peak_flops
 from tools.plan import PlanConfig
 from tools.shapes import known_config
@@ -63,25 +62,6 @@ def measure_update(config: PlanConfig, mesh, micro_batches: int, rounds: int, to
     return row | {"planned (GB)": planned_update(config, shape) / 1e9}
 
 
-def measure_push(config: PlanConfig, mesh, rounds: int) -> dict:
-    """GB/s of a push, and of a plain copy of the same tensors, in turn."""
-    engine = LocalEngine(config.model, AutoTokenizer.from_pretrained(config.model), mesh, config)
-    actor = make_actor(config, mesh, engine.vocab_size)
-    source = [engine.model.get_parameter(name).detach() for name in actor.parameters]
-    copies = [torch.empty_like(value) for value in source]
-    actions = {
-        "push": lambda: engine.push(actor.whole_weights()),
-        "copy": lambda: [copy.copy_(value) for copy, value in zip(copies, source)],
-    }
-    times = in_turn(actions, rounds)
-    size = sum(value.nbytes for value in source) / 1e9
-    row = {"GB": size}
-    for name in actions:
-        row |= {f"{name} (s)": median(times[name]["wall"])}
-        row |= {f"{name} (GB/s)": size / median(times[name]["wall"])}
-    return row | {"push / copy": ratio(times["push"]["wall"], times["copy"]["wall"])}
-
-
 def main():
     """Measures all, prints the tables, writes the numbers."""
     extra = {"shape": ("1.5B", "1.5B or small"), "tokens": (16384, "tokens per micro-batch")}
@@ -99,11 +79,8 @@ def main():
             config = PlanConfig(**base, **case, processes=1)
             rows.append(measure_update(config, mesh, flags.micro_batches, flags.rounds, top))
             show(rows[-1:])
-        push = measure_push(config, mesh, flags.rounds)
     show(rows)
-    show([push])
-    tables = {f"An update of Qwen {flags.shape}": rows, "A push into the local engine": [push]}
-    record(flags.output, tables, ceiling=top)
+    record(flags.output, {f"An update of Qwen {flags.shape}": rows}, ceiling=top)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,7 @@ from bench.measure import RECORDS, record, show
 from extras.curve import read
 from recipes.algorithms import ALGORITHMS
 
-CHANCE = (
-    0.25  # of the coin: about what the embedded model solves at first, so that groups carry as much signal
-)
+CHANCE = 0.25  # of the coin: about what the embedded model solves at first, so that as many groups differ
 
 
 class CoinTrainer(train.Trainer):

@@ -1,6 +1,6 @@
-"""How much memory does an update take: compared with full logits, and with what tools/plan.py predicts?
+"""How much memory does an update take, compared with what tools/plan.py predicts?
 
-    python -m bench.memory [--parts "head plan"] [--output assets/records/memory.json]
+    python -m bench.memory [--models "small Qwen3,untied Qwen2"] [--output assets/records/memory.json]
 
 Each case is a run of its own, of one process or two: a real Actor with random weights learns from a packed
 batch whose sequences have 1,024 tokens, a quarter of them the prompt. An earlier batch has left gradients,
@@ -8,11 +8,7 @@ and Adam's state exists, as in the middle of a step. Counted are the bytes of li
 on a CPU torch.profiler sees every allocation, on a GPU torch.cuda.max_memory_allocated does. On a CPU it
 takes 12 GB.
 
-head: the head of train.py compared with the naive way: logits of all tokens in fp32, log_softmax, gather,
-    entropy and autograd; and with a kinder one, with the logits of the trained tokens only. Alone, in fp32,
-    without states and weights; and as a part of the whole update, where everything counts.
-plan: the largest sum of an update's phases in tools/plan.py, without its reserve, compared with the measured
-    peak.
+Planned is the largest sum of an update's phases in tools/plan.py, without its reserve.
 """
 
 import json
@@ -40,8 +36,7 @@ SHAPES = {
 REAL = "4 layers of Qwen2.5-0.5B"
 TRAINED = 0.75  # of a batch's tokens
 TOLERANCE = 15  # percent
-BASE = {"part": "update", "shape": REAL, "tokens": 1024, "dtype": "float32", "recompute": True, "tp": 1}
-BASE |= {"ranks": 1, "naive": False}
+BASE = {"shape": REAL, "tokens": 1024, "dtype": "float32", "recompute": True, "tp": 1, "ranks": 1}
 PLAN_CASES = (
     {"shape": "small Qwen3", "tokens": 4096, "recompute": False},
     {"shape": "small Qwen3", "tokens": 4096, "dtype": "bfloat16"},
@@ -73,14 +68,14 @@ def make_model(folder: str, config, dtype: torch.dtype = torch.float32) -> str:
     return folder
 
 
-def full_batch(tokens: int, device: str, trained: float = TRAINED) -> Batch:
-    """A packed batch of sequences of 1,024 tokens, the last one shorter; `trained` is their trained share."""
+def full_batch(tokens: int, device: str) -> Batch:
+    """A packed batch of sequences of 1,024 tokens, the last one shorter; TRAINED is their trained share."""
     samples = []
     for begin in range(0, tokens, 1024):
         length = min(1024, tokens - begin)
         sample = Sample([], {})
         sample.append([5] * length, logprob=-1.0, advantage=1.0, weight=0.01)
-        prompt = max(1, round(length * (1 - trained)))
+        prompt = max(1, round(length * (1 - TRAINED)))
         sample.tokens["mask"][prompt:] = 1
         samples.append(sample)
     return Batch(samples, device)
@@ -103,21 +98,6 @@ def update(actor: Actor, batches: list[Batch]) -> float:
 
     actor.backward(batches, loss)
     return actor.optimizer_step()
-
-
-def naive_logprobs(states, targets, head, temperature: float, *_):
-    """Stands in for train.head_logprobs: log-probs [N] and entropies [N] by way of all logits."""
-    logprobs = torch.log_softmax((states @ head.T).float() / temperature, -1)
-    with torch.no_grad():
-        entropies = -(logprobs.exp() * logprobs).sum(-1)
-    return logprobs.gather(1, targets[:, None])[:, 0], entropies
-
-
-HEADS = {  # function, share of the tokens whose logits it computes
-    "train.py": (train.head_logprobs, TRAINED),
-    "trained logits": (naive_logprobs, TRAINED),
-    "all logits": (naive_logprobs, 1.0),
-}
 
 
 # ---- Bytes -----------------------------------------------------------------------------------------------
@@ -183,62 +163,17 @@ def config_of(case: dict) -> PlanConfig:
     )
 
 
-def update_peaks(case: dict, mesh, heads: list) -> list[int]:
-    """Bytes of a rank at the peak of an update with each head."""
+def measure_case(case: dict) -> int:
+    """Bytes of a rank at the peak of an update."""
     config = config_of(case)
+    mesh = init_distributed(config)
     actor = make_actor(config, mesh, AutoConfig.from_pretrained(case["model"]).vocab_size)
-    short = full_batch(64, config.device)
-    update(actor, [short])  # creates Adam's state
-    peaks = []
-    for head_logprobs, trained in heads:
-        train.head_logprobs = head_logprobs
-        batch = full_batch(case["tokens"], config.device, trained)
-        peaks.append(peak(lambda: update(actor, [short, batch])) + tensor_bytes(actor))
-    return peaks
-
-
-def head_peaks(case: dict, mesh, heads: list) -> list[int]:
-    """Bytes of log-probs at their peak, forward and backward, besides states and weights of each head."""
-    device = config_of(case).device
-    sizes = AutoConfig.from_pretrained(case["model"])
-    weights = torch.randn(sizes.vocab_size, sizes.hidden_size, device=device, requires_grad=True)
-    peaks = []
-    for logprobs_of, trained in heads:
-        targets = full_batch(case["tokens"], device, trained).targets
-        states = torch.randn(len(targets), sizes.hidden_size, device=device, requires_grad=True)
-
-        def work():
-            logprobs, _ = logprobs_of(states, targets, weights, 1.0, len(weights), mesh["tp"])
-            logprobs.sum().backward()
-            states.grad = weights.grad = None
-
-        peaks.append(peak(work))
-    return peaks
-
-
-def measure_case(case: dict) -> list[int]:
-    """Bytes of a case with the head of train.py, or with all of HEADS."""
-    mesh = init_distributed(config_of(case))
-    heads = list(HEADS.values()) if case["naive"] else [HEADS["train.py"]]
-    return {"head": head_peaks, "update": update_peaks}[case["part"]](case, mesh, heads)
+    batches = [full_batch(64, config.device), full_batch(case["tokens"], config.device)]
+    update(actor, batches[:1])  # creates Adam's state
+    return peak(lambda: update(actor, batches)) + tensor_bytes(actor)
 
 
 # ---- The tables ------------------------------------------------------------------------------------------
-def head_rows(models: dict[str, str]) -> list[dict]:
-    """The peaks of train.py's head and of naive ones."""
-    rows = []
-    for part, tokens in (("head", 1024), ("head", 4096), ("update", 2048)):
-        case = BASE | {"model": models[REAL], "part": part, "tokens": tokens, "naive": True}
-        peaks = dict(zip(HEADS, run_case("bench.memory", case)))
-        row = {"peak of": part, "tokens": tokens}
-        row |= {f"{name} (GB)": found / 1e9 for name, found in peaks.items()}
-        for name in ("trained logits", "all logits"):
-            row[f"{name} / train.py"] = peaks[name] / peaks["train.py"]
-        rows.append(row)
-        show([row])
-    return rows
-
-
 def planned_update(config: PlanConfig, shape) -> float:
     """Bytes of an update's tensors according to tools/plan.py, without the engine's and the reserve."""
     phases = plan(config, shape, config.processes, TRAINED)
@@ -246,19 +181,18 @@ def planned_update(config: PlanConfig, shape) -> float:
     return max(sum(parts.values()) - parts["reserve"] - parts["engine"] for parts in updates)
 
 
-def plan_rows(models: dict[str, str]) -> list[dict]:
-    """The peaks of an update, and what tools/plan.py says."""
+def plan_rows(folder: str, models: list[str]) -> list[dict]:
+    """The peaks of an update of these models, and what tools/plan.py says."""
     rows = []
     for change in PLAN_CASES:
         case = BASE | change
-        case |= {"model": models[case["shape"]]}
-        if GPU and case["ranks"] > torch.cuda.device_count():
+        case["model"] = f"{folder}/{case['shape']}"
+        if case["shape"] not in models or GPU and case["ranks"] > torch.cuda.device_count():
             continue
         planned = planned_update(config_of(case), shape_config(case["shape"]))
-        (found,) = run_case("bench.memory", case)
+        found = run_case("bench.memory", case)
         row = {"model": case["shape"], "tokens": case["tokens"], "dtype": case["dtype"]}
-        row["recomputed"] = case["recompute"]
-        row["ranks"] = f"{case['ranks']}, tensor-parallel" if case["tp"] > 1 else case["ranks"]
+        row |= {"recomputed": case["recompute"], "ranks": case["ranks"], "tp": case["tp"]}
         row |= {"planned (GB)": planned / 1e9, "measured (GB)": found / 1e9}
         rows.append(row | {"error (%)": 100 * (planned / found - 1)})
         show(rows[-1:])
@@ -267,22 +201,19 @@ def plan_rows(models: dict[str, str]) -> list[dict]:
 
 def main():
     """Measures everything, writes the numbers."""
-    parts = ("head plan", "tables to make")
-    flags = options(__doc__, "memory", parts=parts, case=("", "internal: one case, as JSON"))
+    known = (",".join(SHAPES), "models to measure")
+    flags = options(__doc__, "memory", models=known, case=("", "internal: one case, as JSON"))
     if flags.case:
         return print_result(measure_case(json.loads(flags.case)))
-    tables = {}
+    models = flags.models.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        models = {name: make_model(f"{folder}/{name}", shape_config(name)) for name in SHAPES}
-        if "head" in flags.parts:
-            tables["Peak memory with whole logits"] = head_rows(models)
-        if "plan" in flags.parts:
-            tables["Peak memory of an update, planned and measured"] = plan_rows(models)
-    for rows in tables.values():
-        show(rows)
-    record(flags.output, tables, shapes=SHAPES)
-    errors = [row["error (%)"] for row in chain(*tables.values()) if "error (%)" in row]
-    if max(map(abs, errors), default=0) > TOLERANCE:
+        for name in models:
+            make_model(f"{folder}/{name}", shape_config(name))
+        rows = plan_rows(folder, models)
+    show(rows)
+    record(flags.output, {"Peak memory of an update, planned and measured": rows})
+    errors = [row["error (%)"] for row in rows]
+    if max(map(abs, errors)) > TOLERANCE:
         sys.exit(f"tools/plan.py is off by more than {TOLERANCE} %")
 
 

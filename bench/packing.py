@@ -59,11 +59,6 @@ def padded(samples: list[train.Sample], budget: int) -> list[train.Batch]:
     return [rectangle(part) for part in parts]
 
 
-def padded_sorted(samples: list[train.Sample], budget: int) -> list[train.Batch]:
-    """The same, with similar lengths side by side."""
-    return padded(sorted(samples, key=lambda sample: len(sample.tokens)), budget)
-
-
 def rectangle(samples: list[train.Sample]) -> train.Batch:
     """A rectangle [B, longest]; its tokens are counted row by row, and no padding is trained."""
     longest = max(len(sample.tokens) for sample in samples)
@@ -92,21 +87,13 @@ def rectangle_logprobs(model, batch: train.Batch, temperature: float, vocab_size
     return train.head_logprobs(states, batch.targets, model.lm_head.weight, temperature, vocab_size, tp)
 
 
+by_length = partial(sorted, key=lambda sample: len(sample.tokens))
+PADDED = ("rectangle", rectangle_logprobs)
 LAYOUTS = {  # name: (samples, budget -> micro-batches; attention; model, batch, ... -> log-probs, entropies)
     "packed": (packed, "packed", train.policy_logprobs),
-    "padded": (padded, "rectangle", rectangle_logprobs),
-    "padded, sorted": (padded_sorted, "rectangle", rectangle_logprobs),
+    "padded": (padded, *PADDED),
+    "padded, sorted": (lambda samples, budget: padded(by_length(samples), budget), *PADDED),
 }
-
-
-def layout_actor(config: train.Config, mesh, attention: str, logprobs) -> train.Actor:
-    """An actor for a layout."""
-    actor = make_actor(config, mesh, VOCAB)
-    actor.model.config._attn_implementation = attention
-    fixed = {"temperature": config.temperature, "vocab_size": VOCAB, "tp": mesh["tp"]}
-    actor.model.logprobs = partial(logprobs, actor.model, **fixed)
-    train.register_fsdp_forward_method(actor.model, "logprobs")
-    return actor
 
 
 def main():
@@ -118,11 +105,15 @@ def main():
     mesh = train.init_distributed(config)
     AttentionInterface.register("rectangle", rectangle_attention)
     samples = make_samples(flags.samples)
+    fixed = {"temperature": config.temperature, "vocab_size": VOCAB, "tp": mesh["tp"]}
     batches = {}
     actions = {}
     for name, (make_batches, attention, logprobs) in LAYOUTS.items():
         batches[name] = make_batches(samples, flags.budget)
-        actor = layout_actor(config, mesh, attention, logprobs)
+        actor = make_actor(config, mesh, VOCAB)
+        actor.model.config._attn_implementation = attention
+        actor.model.logprobs = partial(logprobs, actor.model, **fixed)
+        train.register_fsdp_forward_method(actor.model, "logprobs")
         actions[name] = partial(update, actor, batches[name])
     norms = {name: action() for name, action in actions.items()}
     assert max(norms.values()) - min(norms.values()) < 1e-4 * min(norms.values()), norms
@@ -135,12 +126,8 @@ def main():
         for clock, label in (("wall", "time / packed"), ("cpu", "CPU time / packed")):
             row[label] = ratio(times[name][clock], times["packed"][clock])
         rows.append(row)
-    lengths = sorted(int(sample.tokens["mask"].sum()) for sample in samples)
-    p10, middle, p90 = (lengths[int(len(lengths) * share)] for share in (0.1, 0.5, 0.9))
-    print(f"completions: p10 {p10}, median {middle}, p90 {p90} tokens; gradient norms {norms}")
     show(rows)
-    title = f"An update on {flags.samples} samples whose lengths spread {p10} : {middle} : {p90}"
-    record(flags.output, {title: rows}, norms=norms, times=times)
+    record(flags.output, {f"An update on {flags.samples} samples": rows})
 
 
 if __name__ == "__main__":

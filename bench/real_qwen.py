@@ -35,10 +35,8 @@ HELD_OUT = 64  # rows
 SAMPLES = 4  # per held-out row in the first and last evaluation
 CURVES = ["step", "eval_score", "solved", "entropy"]
 PROMPTS = {
-    "reverse": (
-        "Write these numbers in reverse order: {}, {}, {}, {}. "
-        "Reply with the numbers only, separated by commas."
-    ),
+    "reverse": "Write these numbers in reverse order: {}, {}, {}, {}. "
+    "Reply with the numbers only, separated by commas.",
     "add": "What is {} + {}? Reply with the number only.",
 }
 
@@ -82,9 +80,8 @@ class TaskDataset(RLDataset):
     def __getitem__(self, index: int) -> Sample:
         row = self.rows[index]
         no_system = {"role": "system", "content": ""}  # the template's own costs 15 of 60 tokens
-        return Sample(
-            [no_system, {"role": "user", "content": self.prompt.format(*row["numbers"])}], dict(row)
-        )
+        question = {"role": "user", "content": self.prompt.format(*row["numbers"])}
+        return Sample([no_system, question], dict(row))
 
 
 # ----------------------------------------------------------------------------- a run ----------------------

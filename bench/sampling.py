@@ -67,8 +67,8 @@ def compare(samplers: dict, stop: int | None, rounds: int) -> dict[str, dict[str
     for name in samplers:
         counted = tokens[name][1:]  # without the warm-up
         speeds[name] = {
-            clock: [count / taken for count, taken in zip(counted, times[name][clock])]
-            for clock in ("wall", "cpu")
+            clock: [count / taken for count, taken in zip(counted, taken_of)]
+            for clock, taken_of in times[name].items()
         }
     return speeds
 

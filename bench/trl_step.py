@@ -29,8 +29,11 @@ from bench.cost import Clock, make_trainer
 from bench.measure import in_turn, options, ratio, record, show
 from train import Config, RLDataset, Sample, reward_fn, shuffled
 
-NEEDED = "trl==1.16.0"
 DEFAULT = 8  # TRL's own size of a micro-batch; by default it also recomputes activations
+OFF = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
+OFF |= {"eval_strategy": "no", "use_cpu": True, "bf16": False, "use_vllm": False, "shuffle_dataset": False}
+GRPO = {"loss_type": "grpo", "scale_rewards": "group", "num_iterations": 1, "beta": 0.0, "weight_decay": 0.0}
+GRPO |= {"lr_scheduler_type": "constant", "adam_beta1": 0.9, "adam_beta2": 0.99}
 PARTS = ("rollout", "old log-probs", "update", "rest")
 
 
@@ -61,9 +64,9 @@ class Side:
 
     def note(self, samples: list[Sample], tokens: list[int]):
         """Records what was sampled, to show that both sides have the same work."""
-        self.records[-1]["prompts"] = [sample.messages for sample in samples]
-        self.records[-1]["tokens"] = fmean(tokens)
-        self.records[-1]["reward"] = fmean(sample.reward for sample in samples)
+        prompts = [sample.messages for sample in samples]
+        reward = fmean(sample.reward for sample in samples)
+        self.records[-1] |= {"prompts": prompts, "tokens": fmean(tokens), "reward": reward}
 
 
 class Ours(Side):
@@ -116,18 +119,8 @@ class Theirs(Side, TrainerCallback):
         share = config.prompts_per_step * config.group_size // config.updates_per_step
         return trl.GRPOConfig(
             output_dir=f"{config.output_dir}/trl",
-            report_to="none",
-            disable_tqdm=True,
-            logging_strategy="no",
-            save_strategy="no",
-            eval_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            use_vllm=False,
+            **OFF,
             gradient_checkpointing=config.gradient_checkpointing,
-            shuffle_dataset=False,
-            num_iterations=1,
-            beta=0.0,
             max_steps=rounds * config.updates_per_step,
             generation_batch_size=share * config.updates_per_step,
             per_device_train_batch_size=micro_batch,
@@ -135,16 +128,11 @@ class Theirs(Side, TrainerCallback):
             num_generations=config.group_size,
             max_completion_length=config.max_new_tokens,
             temperature=config.temperature,
-            loss_type="grpo",
-            scale_rewards="group",
+            **GRPO,
             epsilon=config.clip_low,
             epsilon_high=config.clip_high,
             max_grad_norm=config.max_grad_norm,
             learning_rate=config.lr,
-            lr_scheduler_type="constant",
-            adam_beta1=0.9,
-            adam_beta2=0.99,
-            weight_decay=0.0,
         )
 
     def reward(self, prompts, completions, completion_ids, nums, target, **_) -> list[float]:
@@ -187,17 +175,6 @@ class Theirs(Side, TrainerCallback):
             raise self.error
 
 
-def load_trl():
-    """The module, or the end with one line that says what is missing."""
-    try:
-        import trl
-
-        trl.GRPOTrainer  # this imports it
-    except (ImportError, RuntimeError) as error:
-        sys.exit(f"bench.trl_step compares with TRL, which does not load ({error}): pip install {NEEDED}")
-    return trl
-
-
 def rows_of(sides: dict[str, Side], times: dict) -> tuple[list[dict], list[dict]]:
     """Both tables: medians over the rounds."""
     seconds = []
@@ -223,7 +200,12 @@ def rows_of(sides: dict[str, Side], times: dict) -> tuple[list[dict], list[dict]
 def main():
     """Measures, prints, writes."""
     flags = options(__doc__, "trl_step", micro_batches=("32 64 128", "of TRL, in samples"))
-    trl = load_trl()
+    try:
+        import trl
+
+        trl.GRPOTrainer  # this imports it
+    except (ImportError, RuntimeError) as error:
+        sys.exit(f"bench.trl_step compares with TRL, which does not load ({error}): pip install trl==1.16.0")
     rounds = flags.rounds + 1  # one warms up
     with tempfile.TemporaryDirectory() as folder:
         sides = {"ours": Ours(folder)}

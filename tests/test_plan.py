@@ -91,6 +91,16 @@ def test_plan_divides_what_is_sharded(tmp_path):
     assert halved["gathered"] < 0.6 * whole["gathered"]
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_plan_counts_the_embedding_s_gradients_over_tp(tmp_path, tied):
+    # As measured with tp 2, in halves of the embedding. Tied: the weights, the head's gradient, and the
+    # embedding's for all rows (2), for this rank's, the sum. Untied: weights of both (2), and no sum.
+    half = 151936 * 1536 / 2
+    folder = qwen_1_5b(tmp_path, tied)
+    parts = planned(folder, "--tp_size", "2", "--dtype", "float32", ranks=2)["reduce"]
+    assert parts["under way"] == pytest.approx(4 * (6 * half + 46_797_824 / 2), rel=1e-3)
+
+
 def test_plan_knows_what_is_held_when(tmp_path):
     folder = qwen_1_5b(tmp_path)
     phases = planned(folder)

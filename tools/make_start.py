@@ -4,8 +4,7 @@
     python -m tools.make_start calculator    # runs/calculator, for recipes/math_python.py, and its problems
     python -m tools.make_start prm           # runs/prm, the process-reward model of recipes/prm.py
 
-All are made by supervised learning, in a few minutes on one CPU core; --output, --steps, --batch, --lr and
---seed change how.
+All are made by supervised learning, in a few minutes on one CPU core.
 
 The guesser has seen random games. A guess either follows the answers so far, and is drawn from the numbers
 that they leave, or is drawn from 1 to 32: at first all guesses follow the answers, at the end one in five. So
@@ -25,7 +24,6 @@ follows from the one before, and needs no solution.
 import argparse
 import json
 import random
-import time
 from itertools import combinations_with_replacement
 from pathlib import Path
 
@@ -46,22 +44,19 @@ HEED = 0.2  # final share of guesses that follow the answers, and of answers tha
 
 
 # --------------------------------------------------------------------------- learning ---------------------
-def teach(model, loss, options):
-    """Supervised learning: AdamW over options.steps, each on `loss(step)`, a scalar."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, options.lr, total_steps=options.steps, pct_start=0.1
-    )
-    began = time.time()
-    for step in range(options.steps):
+def teach(model, loss, steps: int, lr: float = 3e-3):
+    """Supervised learning: AdamW over so many steps, each on `loss(step)`, a scalar."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
         value = loss(step)
         value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if step % 50 == 0 or step == options.steps - 1:
-            print(f"step {step:5d}  loss {value.item():.4f}  {time.time() - began:.0f} s", flush=True)
+        if step % 50 == 0 or step == steps - 1:
+            print(f"step {step:5d}  loss {value.item():.4f}", flush=True)
 
 
 def padded(rows: list[list[int]], value: int) -> torch.Tensor:
@@ -70,9 +65,7 @@ def padded(rows: list[list[int]], value: int) -> torch.Tensor:
     return torch.tensor([row + [value] * (width - len(row)) for row in rows])
 
 
-def logits_and_labels(
-    model, tokenizer, episodes: list[tuple[str, list]]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_labels(model, tokenizer, episodes: list[tuple[str, list]]):
     """Logits [B, T, V] and labels [B, T], -100 if not learned, of episodes.
 
     An episode is a prompt and the pieces that follow, each with whether the policy writes it.
@@ -135,9 +128,9 @@ def guess_odds(left: list[tuple[int, int]], share: float) -> torch.Tensor:
     return share * heedful / heedful.sum(1, keepdim=True) + (1 - share) / HIGHEST
 
 
-def make_guesser(options: argparse.Namespace):
+def make_guesser(folder: Path, steps: int, seed: int):
     """The model and its tokenizer. Learning from the guesses, not their odds, makes a much worse player."""
-    rng = random.Random(options.seed)
+    rng = random.Random(seed)
     prompt = Secrets("")[0].messages[0]["content"]
     tokenizer = make_tokenizer(["user\n", "assistant\n", prompt, "higher", "lower"])
     model = make_model(tokenizer, hidden=64, layers=3)
@@ -145,8 +138,8 @@ def make_guesser(options: argparse.Namespace):
 
     def loss(step: int) -> torch.Tensor:
         """The loss of a batch of fresh games: of the guesses, and of ending the turn after each."""
-        share = share_at(step, options.steps)
-        games, left = zip(*(game(rng, share) for _ in range(options.batch)))
+        share = share_at(step, steps)
+        games, left = zip(*(game(rng, share) for _ in range(32)))
         logits, labels = logits_and_labels(model, tokenizer, [(prompt, pieces) for pieces in games])
         logprobs = logits.log_softmax(-1)
         guesses = torch.isin(labels, numbers)
@@ -154,7 +147,7 @@ def make_guesser(options: argparse.Namespace):
         of_end = -logprobs[labels == tokenizer.eos_token_id][:, tokenizer.eos_token_id]
         return of_guess.mean() + of_end.mean()
 
-    teach(model, loss, options)
+    teach(model, loss, steps)
     return model, tokenizer
 
 
@@ -188,24 +181,24 @@ def episode(pair: tuple[int, int], share: float, rng: random.Random) -> tuple[st
     ]
 
 
-def make_calculator(options: argparse.Namespace):
+def make_calculator(folder: Path, steps: int, seed: int):
     """The model and its tokenizer; writes the problems beside them."""
-    rng = random.Random(options.seed)
+    rng = random.Random(seed)
     tokenizer = make_tokenizer(["user\n", "assistant\n", *CALCULATOR_PHRASES])
     model = make_model(tokenizer, hidden=64, layers=3)
     train, test, others = split_factors(rng)
     for name, pairs in (("train", train), ("test", test)):
         rows = [{"problem": PRODUCT.format(a, b), "answer": str(a * b)} for a, b in pairs]
-        (options.output / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def loss(step: int) -> torch.Tensor:
         """The loss of a batch of fresh episodes."""
-        share = share_at(step, options.steps)
-        episodes = [episode(rng.choice(others), share, rng) for _ in range(options.batch)]
+        share = share_at(step, steps)
+        episodes = [episode(rng.choice(others), share, rng) for _ in range(64)]
         logits, labels = logits_and_labels(model, tokenizer, episodes)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    teach(model, loss, options)
+    teach(model, loss, steps)
     return model, tokenizer
 
 
@@ -234,12 +227,12 @@ def lines_of(row: dict, rng: random.Random) -> list[tuple[str, bool]]:
     return [*lines, (f"{first}{second}</answer><|im_end|>", said)]
 
 
-def make_prm(options: argparse.Namespace):
+def make_prm(folder: Path, steps: int, seed: int):
     """The model and its tokenizer; prints how often it judges lines of held-out problems rightly."""
-    rng = random.Random(options.seed)
+    rng = random.Random(seed)
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    rows, held_out = split_problems(options.seed)
+    rows, held_out = split_problems(seed)
     tag = tokenizer.encode(TAG, add_special_tokens=False)
     verdict_ids = [tokenizer.encode(verdict, add_special_tokens=False)[-1] for verdict in (GOOD, BAD)]
 
@@ -258,39 +251,33 @@ def make_prm(options: argparse.Namespace):
         logits = model(padded(sequences, tokenizer.pad_token_id), use_cache=False).logits
         return torch.stack([logits[i, place, verdict_ids] for i, place in places]), torch.tensor(labels)
 
-    teach(model, lambda step: F.cross_entropy(*scored(rng.choices(rows, k=options.batch))), options)
+    teach(model, lambda step: F.cross_entropy(*scored(rng.choices(rows, k=64))), steps, lr=1e-3)
     with torch.no_grad():
         logits, labels = scored(held_out[:512])
     print(f"right about {(logits.argmax(1) == labels).float().mean():.3f} of {len(labels)} held-out lines")
     return model, tokenizer
 
 
-KINDS = {
-    "guesser": (make_guesser, {"steps": 1500, "batch": 32, "lr": 3e-3}),
-    "calculator": (make_calculator, {"steps": 800, "batch": 64, "lr": 3e-3}),
-    "prm": (make_prm, {"steps": 300, "batch": 64, "lr": 1e-3}),
-}
+KINDS = {"guesser": (make_guesser, 1500), "calculator": (make_calculator, 800), "prm": (make_prm, 300)}
 
 
 def main():
     """Makes a model, and saves it with its tokenizer."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    for kind, (_, defaults) in KINDS.items():
-        flags = kinds.add_parser(kind, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        flags.add_argument("--output", type=Path, default=Path("runs") / kind, help="folder for the model")
-        flags.add_argument("--seed", type=int, default=0, help="seed of weights and episodes")
-        for name, default in defaults.items():
-            flags.add_argument(f"--{name}", type=type(default), default=default, help="of the training")
-    options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(options.seed)
-    make, _ = KINDS[options.kind]
-    model, tokenizer = make(options)
-    model.save_pretrained(options.output)
-    tokenizer.save_pretrained(options.output)
-    print(f"{options.output}: {model.num_parameters()} parameters")
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--output", type=Path, help="folder for the model; default: runs/KIND")
+    parser.add_argument("--steps", type=int, help="of the training; default: what the kind needs")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and episodes")
+    flags = parser.parse_args()
+    make, steps = KINDS[flags.kind]
+    folder = flags.output or Path("runs") / flags.kind
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(flags.seed)
+    model, tokenizer = make(folder, flags.steps or steps, flags.seed)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    print(f"{folder}: {model.num_parameters()} parameters")
 
 
 if __name__ == "__main__":

@@ -150,6 +150,8 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     n.vocab = model_config.vocab_size // tp
     n.hidden = model_config.hidden_size
     n.head = n.vocab * n.hidden
+    # The embedding's gradients: DTensor makes that of all rows, this rank's, and the sum with the head's.
+    n.embedding = n.head * (1 if tp == 1 else tp + 1 + model_config.tie_word_embeddings)
     n.mlp = model_config.intermediate_size / tp
     heads = model_config.num_attention_heads
     n.width = getattr(model_config, "head_dim", None) or n.hidden // heads
@@ -267,7 +269,7 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
             "under way": (4 + s) * n.adapter if n.lora else s * n.head + (4 + s) * n.layer,
         },
         "reduce": update
-        | {"under way": max(s * (n.root + 2 * n.head) + 4 * n.layer, (s + 4) * n.root, reduced)},
+        | {"under way": max(s * (n.root + n.head + n.embedding) + 4 * n.layer, (s + 4) * n.root, reduced)},
     }
     if n.lora:
         del phases["reduce"]  # the root has no gradients
