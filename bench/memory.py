@@ -31,6 +31,7 @@ from train import GPU, Actor, Batch, Sample, grpo_loss, init_distributed, load_p
 SHAPES = {
     "small Qwen3": (8192, 256, 768, 6, 8, 4, True),
     "untied Qwen2": (32768, 512, 2048, 4, 8, 2, False),
+    "Qwen2.5-0.5B": (151936, 896, 4864, 24, 14, 2, True),
     "4 layers of Qwen2.5-0.5B": (151936, 896, 4864, 4, 14, 2, True),
 }
 REAL = "4 layers of Qwen2.5-0.5B"

@@ -23,7 +23,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.hf_argparser import HfArgumentParser
 
-from extras import add_flags, embedded
+from extras import add_flags, embedded, head
 from extras.checks import FAMILIES, brief, one_line_parser
 from extras.local_engine import LocalEngine
 from recipes.lora import TARGETS
@@ -37,7 +37,6 @@ PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
 PROMPT = 512  # tokens of a prompt; no flag sets them
 STEP = 1024  # difference between the budgets that are tried, in tokens
-LOGIT = 20  # bytes per logit of a chunk at the peak of its backward pass: five numbers in fp32, measured
 
 LEGEND = f"""\
 rollout: the engine samples. push: it gets new weights, and the gate compares. Then the update: at its
@@ -172,18 +171,13 @@ def saved_by_layer(n: SimpleNamespace) -> float:
 
 
 def logprob_bytes(n: SimpleNamespace, trained: int) -> float:
-    """Bytes of head_logprobs at its peak, in the backward pass of a chunk, with c logits."""
-    rows = max(256, 2**24 // n.vocab)  # tokens whose logits exist at once, as in train.head_logprobs
-    c = min(trained, rows) * n.vocab
+    """Bytes of extras/head.py at its peak, in the backward pass of a chunk, with c logits."""
+    c = min(trained, head.chunk_size(n.hidden)) * n.vocab
+    logits = (8 + (n.s if n.s < 4 else 0)) * c  # log-probs and gradients in fp32, these in the compute dtype
+    states = n.s * n.hidden * trained  # their gradient
     if n.lora:  # the head has no gradient
-        return LOGIT * c + n.s * n.hidden * trained
-    several = trained > rows
-    half = n.s if n.s < 4 else 0
-    copy = 4 * n.head if half else 0  # the head in fp32
-    before = 4 * n.head if several else 0  # the head's gradient over earlier chunks, in fp32
-    logits = before + half * n.head + LOGIT * c  # with the chunk's head in the compute dtype
-    gradient = 2 * before + 4 * n.head + (0 if several else half * n.head)  # before, this chunk's, their sum
-    return copy + max(logits, gradient) + n.s * n.hidden * trained  # the states' gradient
+        return logits + states
+    return 4 * n.head + max(logits, (4 + n.s) * c + n.s * n.head) + states  # the sum, and a chunk's product
 
 
 def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float, float]:
