@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import pickle
 import sys
 import threading
@@ -92,24 +93,31 @@ RARE_TAIL = torch.cat([torch.tensor([10.0]), torch.zeros(99999)])
 @pytest.mark.parametrize("cut, is_caught", [(1.0, False), (0.9, True)])
 def test_the_tail_is_missed(mesh, logits, cut, is_caught):
     """Draws from known logits; with a nucleus the log-probs stay those of the whole."""
-    for seed in range(10):
-        generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
 
-        def play(rows, temperature, limit):
-            p = (logits / temperature).softmax(0)
-            kept = torch.where(p.cumsum(0) - p < cut, p, 0)
-            ids = torch.multinomial(kept, len(rows), replacement=True, generator=generator).tolist()
-            return [drawn([i], p[i].log().item()) for i in ids]
+    def play(rows, temperature, limit):
+        p = (logits / temperature).softmax(0)
+        kept = torch.where(p.cumsum(0) - p < cut, p, 0)
+        ids = torch.multinomial(kept, len(rows), replacement=True, generator=generator).tolist()
+        return [drawn([i], p[i].log().item()) for i in ids]
 
-        def score(samples, temperature):
-            entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
-            return SimpleNamespace(entropy=entropy)
+    gate = make_gate()
+    gate.play = play
+    gate.score = lambda samples, temperature: SimpleNamespace(
+        entropy=torch.distributions.Categorical(logits=logits / temperature).entropy()
+    )
+    for _ in range(10):
+        cause = gate.tail_cause()[1]
+        assert bool(cause) == is_caught == ("top_p" in cause)
 
-        gate = make_gate()
-        gate.play = play
-        gate.score = score
-        _, cause = gate.tail_cause()
-        assert bool(cause) == is_caught and ("top_p" in cause) == is_caught
+
+@pytest.mark.parametrize("sigmas, is_caught", [(5, False), (8, True)])  # 6, and 0.02 more
+def test_a_lack_of_surprise_must_be_far_out(mesh, sigmas, is_caught):
+    spread = torch.linspace(-1, 1, 1024)
+    entropy = 2 + sigmas * (spread.std() / 32)
+    gate = make_gate(scores=SimpleNamespace(entropy=entropy))
+    gate.play = lambda *_: [drawn([1], one - 2) for one in spread.tolist()]
+    assert bool(gate.tail_cause()[1]) == is_caught
 
 
 def test_the_gate_may_warn(mesh, capsys):
@@ -164,8 +172,7 @@ def test_probes_stay_below_their_share_of_the_run(mesh, monkeypatch):
         trainer.publish()
         now[0] += 10
     # A probe takes a tenth of a step, so one after about every second step is allowed.
-    assert probed[:4] == [0, 2, 4, 6] and len(probed) > 48
-    assert trainer.spent == len(probed) - 1 <= 0.05 * now[0]
+    assert probed == list(range(0, 100, 2)) and len(probed) <= 0.05 * now[0]
 
 
 def test_without_a_gate_nothing_is_probed(mesh, capsys):
@@ -212,30 +219,31 @@ class Saboteur:
         small = {"prompts_per_step": 4, "group_size": 4, "max_new_tokens": 24, "warmup_steps": 0, "lr": LR}
         small |= {"eval_every": 0, "eval_data": "", "updates_per_step": 1, "output_dir": str(folder / "run")}
         config = Config(**embedded | small | {"device": "cpu", "dtype": "float32"} | flags)
-        self.trainer = extend(train.Trainer)(config, train.RLDataset, rewards_that_differ, None)
+        self.trainer = extend(train.Trainer)(config, train.RLDataset, lambda sample: sample.key[1] % 3, None)
         self.engine = self.trainer.engine
         self.push = self.engine.push
         self.generate = self.engine.generate
-        self.base = dict(sum(self.weights(), []))
+        self.base = self.weights()
         self.engine.sleep()
         self.trainer.publish()
 
-    def weights(self) -> list[list]:
-        """Buckets with copies of the actor's weights."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies of the actor's weights."""
         buckets = self.trainer.actor.whole_weights()
-        return [[(name, value.clone()) for name, value in bucket] for bucket in buckets]
+        return {name: value.clone() for bucket in buckets for name, value in bucket}
 
-    def repair(self, lr: float = LR):
-        """An honest engine with the newest weights; `lr` from now on."""
+    def repair(self, lr: float = LR, pause: float = 0):
+        """An honest engine with the newest weights; a learning rate and pauses between probes from now on."""
         self.engine.push = self.push
         self.engine.generate = self.generate
         self.trainer.actor.scheduler.base_lrs = [lr]
         for group in self.trainer.actor.optimizer.param_groups:
             group["lr"] = lr
         self.engine.sleep()
-        gate_file.SHARE = 1e9
+        self.trainer.next_probe = 0.0
+        gate_file.PAUSE = pause
         self.trainer.publish()
-        self.before = dict(sum(self.weights(), []))
+        self.before = self.weights()
 
     def stale(self, name, weight):
         """The weight of before the step."""
@@ -285,8 +293,7 @@ class Saboteur:
 
     def after_rollout(self, change, lr: float = LR, **times) -> str:
         """The same without probes after pushes: what is found before the next optimizer step."""
-        self.repair(lr)
-        gate_file.SHARE = 0.0
+        self.repair(lr, pause=math.inf)
         self.break_push(change, **times)
         assert self.attempt(self.trainer.step) == ""
         return self.step_without_learning()
@@ -295,8 +302,8 @@ class Saboteur:
         """What ends a step, which must leave the actor's weights as they were."""
         before = self.weights()
         found = self.attempt(self.trainer.step)
-        for (_, old), (_, new) in zip(sum(before, []), sum(self.weights(), [])):
-            assert not found or torch.equal(old, new)
+        after = self.weights()
+        assert not found or all(torch.equal(before[name], after[name]) for name in before)
         return found
 
     def while_sampling(self, sabotage, *arguments) -> str:
@@ -330,10 +337,6 @@ class Saboteur:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, name, changed)
             return self.at_start()
-
-
-def rewards_that_differ(sample: Sample) -> float:
-    return float(sample.key[1] % 3)
 
 
 def honest(name, weight):
@@ -458,7 +461,7 @@ class StrictSGLang(fake_sglang.FakeEngine):
 @pytest.mark.parametrize("engine", ["local", "sglang"])  # the latter of StrictSGLang
 def test_every_sabotage_is_caught_before_it_is_learned_and_named(tmp_path, monkeypatch, mesh, engine):
     monkeypatch.setattr(train, "init_distributed", lambda config: mesh)
-    monkeypatch.setattr(gate_file, "SHARE", 0.05)  # Saboteur changes it
+    monkeypatch.setattr(gate_file, "PAUSE", 20)  # Saboteur changes it
     fake_sglang.install(monkeypatch, StrictSGLang)
     sharing = torch.multiprocessing.get_sharing_strategy()
     sabotage_everything(tmp_path, engine=engine)
