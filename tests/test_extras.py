@@ -37,7 +37,7 @@ def run_main(monkeypatch, arguments: list[str], **parts) -> dict:
             made.update(config=config, arguments=arguments)
 
         def fit(self):
-            made["classes"] = [base.__module__ for base in type(self).__mro__]
+            """Trains nothing."""
 
     monkeypatch.setattr(train.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
