@@ -325,14 +325,14 @@ class ServerEngine:
     def run_on_all(self, action, *args, **options):
         """Awaits `action(server, ...)` for all servers at once, and gives up those that fail."""
 
+        async def attempt(server: Server):
+            try:
+                await action(server, *args, **options)
+            except (ConnectionError, TimeoutError) as error:
+                self.give_up(server, error)
+
         async def attempt_all():
-            servers = self.alive
-            calls = [action(server, *args, **options) for server in servers]
-            for server, error in zip(servers, await asyncio.gather(*calls, return_exceptions=True)):
-                if isinstance(error, ConnectionError | TimeoutError):
-                    self.give_up(server, error)
-                elif error:
-                    raise error
+            await asyncio.gather(*map(attempt, self.alive))
 
         self.run_coroutine(attempt_all())
 

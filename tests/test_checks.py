@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ from tests.conftest import COUNTDOWN, TINY, Config, random_model, run
 from train import RLDataset, Sample, UserError
 
 TEST = f"{COUNTDOWN}/test.jsonl"
+WEIGHTS = "model.safetensors"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -155,31 +157,16 @@ def test_output_folders_that_cannot_be_used(tmp_path):
 
 
 # ---- Model, tokenizer ------------------------------------------------------------------------------------
-def change_json(name: str, **values):
-    """A damage to a model's folder: another value in a file, or none where it is None."""
-
-    def damage(folder: Path):
-        found = json.loads((folder / name).read_text()) | values
-        kept = {name: value for name, value in found.items() if value is not None}
-        (folder / name).write_text(json.dumps(kept))
-
-    return damage
+def change_json(file: Path, **values):
+    """Sets values in a file, or removes those that are None."""
+    found = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({name: value for name, value in found.items() if value is not None}))
 
 
-def change_up_proj(change):
-    """A damage to a model's folder: change(weight) returns what is there instead of the weight UP."""
-
-    def damage(folder: Path):
-        tensors = load_file(folder / "model.safetensors")
-        tensors |= change(tensors.pop(UP))
-        save_file(tensors, folder / "model.safetensors")
-
-    return damage
-
-
-def truncate(folder: Path):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+def change_up_proj(file: Path, change):
+    """Puts change(weight) in the place of the weight UP."""
+    tensors = load_file(file)
+    save_file(tensors | change(tensors.pop(UP)), file)
 
 
 @pytest.fixture(scope="module")
@@ -196,25 +183,33 @@ def check_all(folder) -> int:
 
 
 @pytest.mark.parametrize(
-    "damage, said",
+    "name, damage, said",
     [
-        (lambda folder: BertConfig().save_pretrained(folder), "is a bert; it must be one of qwen2, qwen3"),
-        (lambda folder: (folder / "config.json").unlink(), "is neither a model folder nor on the Hub"),
-        (change_json("config.json", use_sliding_window=True), "uses sliding-window attention"),
-        (change_json("config.json", quantization_config={"quant_method": "fp8"}), "is quantized"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-        (truncate, "model.safetensors is damaged; download it again: .*not fully covered"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"version"), "safetensors is damaged"),
-        (change_up_proj(lambda weight: {}), rf"{UP} is missing; .* \[48, 32\]"),
-        (change_up_proj(lambda weight: {UP: weight.T.contiguous()}), rf"{UP} is \[32, 48\]; .* \[48, 32\]"),
-        (lambda folder: (folder / "tokenizer.json").write_text("{"), "its tokenizer cannot be loaded"),
-        (lambda folder: (folder / "chat_template.jinja").unlink(), "has no chat template; use an instruct"),
-        (change_json("tokenizer_config.json", eos_token=None), "tokenizer_config.json names no eos_token"),
+        (
+            "",
+            lambda folder: BertConfig().save_pretrained(folder),
+            "is a bert; it must be one of qwen2, qwen3",
+        ),
+        ("config.json", Path.unlink, "is neither a model folder nor on the Hub"),
+        ("config.json", partial(change_json, use_sliding_window=True), "uses sliding-window attention"),
+        ("config.json", partial(change_json, quantization_config={"quant_method": "fp8"}), "is quantized"),
+        (WEIGHTS, Path.unlink, "has no weights"),
+        (WEIGHTS, lambda file: file.write_bytes(file.read_bytes()[:-100]), "is damaged; .*not fully covered"),
+        (WEIGHTS, lambda file: file.write_bytes(b"version"), f"{WEIGHTS} is damaged; download it again"),
+        (WEIGHTS, partial(change_up_proj, change=lambda weight: {}), rf"{UP} is missing; .* \[48, 32\]"),
+        (
+            WEIGHTS,
+            partial(change_up_proj, change=lambda weight: {UP: weight.T.contiguous()}),
+            rf"{UP} is \[32, 48\]; .* \[48, 32\]",
+        ),
+        ("tokenizer.json", lambda file: file.write_text("{"), "its tokenizer cannot be loaded"),
+        ("chat_template.jinja", Path.unlink, "has no chat template; use an instruct"),
+        ("tokenizer_config.json", partial(change_json, eos_token=None), "names no eos_token"),
     ],
 )
-def test_damaged_models_are_named(tmp_path, good_model, damage, said):
+def test_damaged_models_are_named(tmp_path, good_model, name, damage, said):
     folder = shutil.copytree(good_model, tmp_path / "model")
-    damage(folder)
+    damage(folder / name)
     assert re.match(f"--model {folder}.*{said}", line_of(check_all, folder))
 
 

@@ -192,12 +192,12 @@ def test_without_a_gate_nothing_is_probed(mesh, capsys):
 def test_probes_keep_nothing_that_other_ranks_could_not_have(tokenizer):
     """With --tp_size 2 their samples are pickled: a row or state may hold what cannot be."""
     trainer = SimpleNamespace(
-        engine=FakeEngine([([5], [-1.0], 1, False)]), tokenizer=tokenizer, prompt_limit=9
+        engine=FakeEngine([([5], [-1.0], 1, False)]), tokenizer=tokenizer, prompt_limit=5
     )
     trainer.config = Config(dtype="float32")
     trainer.data = [Sample(GREETING, {"judge": lambda: 0}, state={"lock": threading.Lock()})]
     played = asyncio.run(Gate(trainer, None).episode(3, 0, 1.0, 4))
-    assert len(pickle.loads(pickle.dumps(played)).tokens) == 10 and not played.failure
+    assert len(pickle.loads(pickle.dumps(played)).tokens) == 6 and not played.failure
     assert trainer.engine.requests[0][3] == 4
 
 
@@ -271,7 +271,8 @@ class Saboteur:
         """From now on the engine answers change(ids, logprobs, version, truncated)."""
 
         async def generate(*arguments):
-            return change(*await self.generate(*arguments))
+            ids, logprobs, *rest = await self.generate(*arguments)
+            return change(ids, np.array(logprobs), *rest)
 
         self.engine.generate = generate
 
@@ -341,28 +342,16 @@ def halved(name, weight):
     return weight * (0.5 if name == "model.layers.1.mlp.up_proj.weight" else 1)
 
 
-def dropped(name, weight):
-    return None if name == "model.embed_tokens.weight" else weight
-
-
-def doubled(name, weight):
-    return 2 * weight
-
-
-def rounded(name, weight):
-    return weight.bfloat16().to(weight.dtype)
-
-
-def later_tokens(ids, logprobs, *rest):
-    return ids, np.array(logprobs) - 0.5 * (np.arange(len(ids)) >= 8), *rest
-
-
-def old_versions(ids, logprobs, version, truncated):
-    return ids, logprobs, version - 1, truncated
-
-
-def no_numbers(ids, logprobs, *rest):
-    return ids, np.full(len(ids), np.nan), *rest
+BROKEN_PUSHES = {
+    "dropped tensor": lambda name, weight: None if name == "model.embed_tokens.weight" else weight,
+    "another model": lambda name, weight: 2 * weight,
+    "dtype": lambda name, weight: weight.bfloat16().to(weight.dtype),
+}
+BROKEN_ANSWERS = {  # ids, log-probs, version, truncated -> the same, broken
+    "later tokens": lambda ids, logprobs, *rest: (ids, logprobs - 0.5 * (np.arange(len(ids)) >= 8), *rest),
+    "old versions": lambda ids, logprobs, version, truncated: (ids, logprobs, version - 1, truncated),
+    "no numbers": lambda ids, logprobs, *rest: (ids, np.full(len(ids), np.nan), *rest),
+}
 
 
 def nucleus(logits, uniforms, temperature):
@@ -404,22 +393,27 @@ def sabotage_everything(folder: Path, is_real: bool = False, **flags):
     check("halved tensor", s.after_rollout(halved), "damaged weights", not_cured)
     check("halved tensor, once", s.after_push(halved, times=1), "stale or damaged weights", cured)
     # SGLang samples without a seed: tokens that happen to be certain hide what a smaller step changes.
-    check("dropped tensor", s.after_rollout(dropped, lr=10 * LR), "damaged weights", not_cured)
+    check(
+        "dropped tensor",
+        s.after_rollout(BROKEN_PUSHES["dropped tensor"], lr=10 * LR),
+        "damaged weights",
+        not_cured,
+    )
     check("base weights, probed", s.after_push(s.initial), "base weights", not_cured)
     check("base weights", s.after_rollout(s.initial), "base weights", not_cured)
     hot = "temperature: the engine seems to sample at 0.7, and --temperature is 1.0"
     check("temperature", s.while_sampling(s.heat), hot)
     late = "a difference in later tokens only"
-    check("later tokens", s.while_sampling(s.break_answers, later_tokens), late)
+    check("later tokens", s.while_sampling(s.break_answers, BROKEN_ANSWERS["later tokens"]), late)
     old = ("stale weights: after push", "the engine reports those of push")
     s.repair()
-    s.break_answers(old_versions)
+    s.break_answers(BROKEN_ANSWERS["old versions"])
     check("old versions, probed", s.attempt(s.trainer.step), *old)
     check("temperature at the start", s.at_start(s.heat), hot)
-    check("another model at the start", s.at_start(s.break_push, doubled), "another model")
-    check("dtype at the start", s.at_start(s.break_push, rounded), "dtype")
+    for cause in ("another model", "dtype"):
+        check(f"{cause} at the start", s.at_start(s.break_push, BROKEN_PUSHES[cause]), cause)
     no_tokens = "ValueError: the engine returned no tokens, or log-probs that are missing"
-    check("no numbers at the start", s.at_start(s.break_answers, no_numbers), no_tokens)
+    check("no numbers at the start", s.at_start(s.break_answers, BROKEN_ANSWERS["no numbers"]), no_tokens)
     check("nucleus at the start", s.with_nucleus(), "top_p, top_k or min_p")
     check("repaired", s.at_start())
     s.engine.close()

@@ -214,7 +214,7 @@ def push(engine: ServerEngine, monkeypatch) -> list[str]:
 
 
 def test_a_push_by_hand(make_engine, monkeypatch):
-    engine = make_engine({A: [{}], B: [{}]})
+    engine = make_engine({A: [{"success": True}], B: [{"success": True}]})
     update = "update_weights_from_distributed"
     expected = ["pause_generation", "begin_weight_update", update, update, "end_weight_update"]
     assert push(engine, monkeypatch) == [*expected, "flush_cache", "continue_generation"]

@@ -177,67 +177,49 @@ def test_the_own_handler_of_sigterm_stays_and_sigquit_ends_the_run(ended, mesh, 
     assert ended[0].startswith("SGLang died: one of its processes crashed or was killed")
 
 
-# A call that is blocked in C, not in Python's own code, with a child that must not outlive it.
-FREEZING = """
-import ctypes
-from multiprocessing import get_context
-from time import sleep
-from extras.watchdog import limit
-
-if __name__ == "__main__":
-    child = get_context("spawn").Process(target=sleep, args=(60,))
-    child.start()
-    print(child.pid, flush=True)
-    with limit("a call", 0.5), limit("a longer one", 50):
-        ctypes.CDLL(None).sleep(60)
-"""
-
-
-def test_the_end_is_one_line_and_a_report_to_torchrun(tmp_path):
-    report = tmp_path / "error.json"
-    script = tmp_path / "freezes.py"
-    script.write_text(FREEZING)
-    done = run(script, **ON_CPU, TORCHELASTIC_ERROR_FILE=str(report), timeout=50)
-    said = "SGLang: a call took over 0.5 s (--engine_timeout)"
-    assert (done.returncode, done.stderr) == (1, f"train.py: {said}\n")
-    assert json.loads(report.read_text())["message"]["message"] == said
-    assert not is_running(int(done.stdout))
-
-
 # ---- Children and signals ----------------------------------------------------------------------------------
 STARTING = """
-import multiprocessing, os, signal, time
-from extras.watchdog import deaf_children
-
-def start():
-    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), daemon=True)
-    child.start()
-    return child
+import ctypes, multiprocessing, os, signal, sys, time
+from extras.watchdog import deaf_children, limit
 
 if __name__ == "__main__":
     with deaf_children():
-        child = start()
+        child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+        child.start()
+        print(child.pid, flush=True)
+        time.sleep(60 if sys.argv[1] == "during" else 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         os.kill(child.pid, number)
     child.join(2)
     print(child.is_alive(), signal.getsignal(signal.SIGTERM), flush=True)
-    with deaf_children():
-        start()
-        print("started", flush=True)
-        time.sleep(60)
+    with limit("a call", 0.5), limit("a longer one", 50):
+        ctypes.CDLL(None).sleep(60)  # blocked in C, not in Python's own code
 """
 
 
-def test_children_are_deaf_to_signals_unless_these_end_the_parent(tmp_path):
+def test_children_are_deaf_and_the_end_is_one_line_and_a_report_to_torchrun(tmp_path):
+    report = tmp_path / "error.json"
     script = tmp_path / "starts.py"
     script.write_text(STARTING)
-    process = subprocess.Popen([sys.executable, script], env=SGLANG_ENVIRONMENT, stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"True 0\n"  # the handler is SIG_DFL again
-    assert process.stdout.readline() == b"started\n"
+    done = run(script, "after", **ON_CPU, TORCHELASTIC_ERROR_FILE=str(report), timeout=50)
+    child, alive = done.stdout.splitlines()
+    assert alive == "True 0"  # the parent's handler is SIG_DFL again
+    said = "SGLang: a call took over 0.5 s (--engine_timeout)"
+    assert (done.returncode, done.stderr) == (1, f"train.py: {said}\n")
+    assert json.loads(report.read_text())["message"]["message"] == said
+    assert not is_running(int(child))
+
+
+def test_a_signal_during_the_start_ends_the_parent_and_its_children(tmp_path):
+    script = tmp_path / "starts.py"
+    script.write_text(STARTING)
+    command = [sys.executable, script, "during"]
+    process = subprocess.Popen(command, env=SGLANG_ENVIRONMENT, stdout=subprocess.PIPE)
+    assert process.stdout.readline()
     family = psutil.Process(process.pid).children(recursive=True)
-    process.terminate()  # while the second child is still importing
+    process.terminate()  # while the child is still importing
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
-    assert len(family) >= 2 and not psutil.wait_procs(family, timeout=10)[1]
+    assert family and not psutil.wait_procs(family, timeout=10)[1]
 
 
 # ---- The real SGLang ---------------------------------------------------------------------------------------
