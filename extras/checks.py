@@ -6,11 +6,13 @@ line. Without this file train.py does the same work, but most of these errors ar
 """
 
 import errno
+import faulthandler
 import importlib.util
 import json
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,7 +27,6 @@ import torch
 from accelerate.utils import set_seed
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer
 
 from train import FILES, RANK, RLDataset, Sample, UserError, empty_model, encode_prompt, flag, reduce_over
@@ -43,7 +44,7 @@ FIRST_ROWS = 8  # rows that are turned into prompts before the run starts
 MAX_SKIPPED_STEPS = 5  # consecutive steps without a finite gradient
 GPU_FILE = Path("/dev/nvidia0")  # exists if the machine has a GPU and its driver
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.ENAMETOOLONG)
-REMINDER_SECONDS = 60.0  # between looks for a call of reward_fn that is still running
+REMINDER_SECONDS = 60.0  # between tracebacks of a call of reward_fn that does not return
 
 
 @dataclass
@@ -90,14 +91,15 @@ def check_config(config):
     if not 0 <= config.seed < 2**32:
         raise UserError(f"--seed must be from 0 to 4294967295 (2**32 - 1), not {config.seed}")
     if config.group_size < 2 and getattr(config, "compares_groups", True):  # a recipe may say otherwise
-        why = "an advantage is relative to the group"
-        raise UserError(f"--group_size must be 2 or more, not {config.group_size}: {why}")
+        raise UserError("--group_size must be 2 or more: an advantage is relative to the group")
     if config.steps == 0 and not (config.eval_data and config.eval_every):
         raise UserError("--steps 0 only evaluates: set --eval_data, and --eval_every above 0")
     if config.engine == "sglang" and not importlib.util.find_spec("sglang"):
         raise UserError("--engine sglang: SGLang is not installed; pip install -r requirements.txt")
     if config.engine not in ("sglang", "local") and not config.engine.startswith(("http://", "https://")):
         raise UserError(f"--engine must be sglang, local or http://host:port[,...], not {config.engine!r}")
+    if re.search("api_key|password", config.sglang_args):
+        raise UserError("--sglang_args holds a key or a password, which config.json would show: leave it out")
     with blaming(f'--sglang_args must be a JSON object like {{"a": 1}}, not {config.sglang_args!r}'):
         dict(**json.loads(config.sglang_args))
 
@@ -113,8 +115,9 @@ def check_processes(config):
         raise UserError(f"--dp_replicate {config.dp_replicate} does not divide {ranks} data-parallel ranks")
     least = ranks * getattr(config, "updates_per_step", 1)
     if config.prompts_per_step < least:
-        needed = f"at least {least}: one for each of {ranks} data-parallel ranks, times --updates_per_step"
-        raise UserError(f"--prompts_per_step {config.prompts_per_step} is too low: {needed}")
+        raise UserError(
+            f"--prompts_per_step must be at least {least}: data-parallel ranks x --updates_per_step"
+        )
     gpus = torch.cuda.device_count()
     if config.device == "cuda" and 0 < gpus < local:
         raise UserError(f"torchrun started {local} processes on {gpus} GPUs; set --nproc_per_node={gpus}")
@@ -156,14 +159,14 @@ def check_model(config) -> tuple[str, int]:
     if getattr(found, "quantization_config", None):
         raise UserError(f"--model {name} is quantized; training needs the weights it was made from")
     for size in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
-        count = getattr(found, size)
-        if count % config.tp_size:
+        if (count := getattr(found, size)) % config.tp_size:
             raise UserError(f"--tp_size {config.tp_size} does not divide the model's {size} {count}")
     context = found.max_position_embeddings
     room = context - config.max_new_tokens
     if room < 1:
-        needed = f"no room for a prompt in a context of {context} tokens; lower it"
-        raise UserError(f"--max_new_tokens {config.max_new_tokens} leaves {needed}")
+        raise UserError(
+            f"--max_new_tokens must be below {context}, the model's context, to leave room for a prompt"
+        )
     return path, room
 
 
@@ -269,18 +272,14 @@ def explain(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by Ctrl-C"
     if isinstance(error, torch.OutOfMemoryError):
-        return (
-            f"{brief(error).partition('. ')[0]}: lower --tokens_per_micro_batch, or mem_fraction_static in "
-            "--sglang_args, or set --offload True; python -m tools.plan computes what fits"
-        )
+        advice = "lower --tokens_per_micro_batch or SGLang's mem_fraction_static, or set --offload True"
+        return f"{brief(error).partition('. ')[0]}: {advice}; python -m tools.plan computes what fits"
     if isinstance(error, OSError) and error.errno in CANNOT_WRITE:
         file = error.filename or "a file of this run"
         return f"{error.strerror}: {file}; free space or set another --output_dir, and --resume the run"
     if isinstance(error, RuntimeError) and "gloo/transport" in str(error):
-        return (
-            "another rank ended, was silent for 3 times --engine_timeout, or cannot be reached (with several "
-            f"machines, set GLOO_SOCKET_IFNAME); see its own message: {brief(error)}"
-        )
+        causes = "was silent for 3 times --engine_timeout, or cannot be reached (see GLOO_SOCKET_IFNAME)"
+        return f"another rank ended, {causes}; see its own message: {brief(error)}"
     return ""
 
 
@@ -311,26 +310,16 @@ def one_line_errors():
 
 
 def with_reminders(reward_fn):
-    """The same function; while one call of it blocks its rank for minutes, a line says so every minute."""
-    started = []  # when the running call began
-
-    def remind():
-        while True:
-            time.sleep(REMINDER_SECONDS)
-            for seconds in [time.monotonic() - start for start in started]:
-                if seconds >= REMINDER_SECONDS:
-                    line = f"rank {RANK}: one call of reward_fn has been running for {seconds:.0f} s"
-                    tqdm.write(f"{line}, and all else waits; make it async, or set --reward_workers")
+    """The same function; while one call of it blocks its rank, a traceback every minute shows where."""
 
     @wraps(reward_fn)
     def call(sample):
-        started.append(time.monotonic())
+        faulthandler.dump_traceback_later(REMINDER_SECONDS, repeat=True, file=sys.__stderr__)
         try:
             return reward_fn(sample)
         finally:
-            started.clear()
+            faulthandler.cancel_dump_traceback_later()
 
-    threading.Thread(target=remind, daemon=True).start()
     return call
 
 
@@ -357,8 +346,7 @@ def extend(trainer_class: type) -> type:
                 if not getattr(config, "reward_workers", 0):  # these have a limit
                     reward_fn = with_reminders(reward_fn)
                 super().__init__(config, dataset_class, reward_fn, env_step)
-                seed = (config.seed + RANK) % 2**32
-                set_seed(seed)  # now: SGLang has drawn its ports from Python's generator
+                set_seed((config.seed + RANK) % 2**32)  # now that SGLang has drawn its ports
             self.max_failures = config.max_failures
             self.skipped_prompts = 0  # in this rank's rollout
             self.skipped_steps = 0  # consecutive ones
@@ -385,9 +373,7 @@ def extend(trainer_class: type) -> type:
             metrics = super().learn(samples)
             self.skipped_steps = 0 if math.isfinite(metrics["grad_norm"]) else self.skipped_steps + 1
             if self.skipped_steps >= MAX_SKIPPED_STEPS:
-                steps = (
-                    f"the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite, and were skipped"
-                )
+                steps = f"the gradients of {MAX_SKIPPED_STEPS} steps in a row were not finite"
                 raise UserError(f"{steps}: lower --lr, or check the rewards in samples.jsonl")
             return metrics | ({"skipped_prompts": skipped} if skipped else {})
 

@@ -2,7 +2,7 @@
 
 The core compares the log-probs of every rollout before the optimizer step (Trainer.check_engine). This file
 adds probes, in which the engine continues a few prompts and the actor scores the same tokens: at the start,
-after pushes for at most SHARE of the run's time, and once the core's check has fired, to find the cause.
+after pushes with pauses between them, and once the core's check has fired, to find the cause.
 docs/engines.md lists which fault is caught when. Differences up to train.BOUND count as rounding.
 """
 
@@ -23,14 +23,12 @@ from train import BOUND, UserError, flag
 PROMPTS = 8  # per probe
 TOKENS = 8  # per prompt
 DRAWS = 1024  # of one token, to see whether unlikely ones come up
-SHARE = 0.05  # largest share of the run's time for probes after pushes
+PAUSE = 20  # between two probes, as a multiple of the time that the last one took
 
 
 @dataclass
 class Flags:
-    gate: Literal["stop", "warn", "off"] = flag(
-        "stop", "what to do if the engine's log-probs differ from the actor's"
-    )
+    gate: Literal["stop", "warn", "off"] = flag("stop", "reaction to an engine with other log-probs")
 
 
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -56,6 +54,10 @@ class Scores:
         if past is None or not torch.equal(self.ids, past.ids):
             return math.inf, math.inf
         return distance(self.engine, past.engine), distance(self.actor, past.actor)
+
+
+async def gather(coroutines: list) -> list:
+    return await asyncio.gather(*coroutines)
 
 
 def over_ranks(gap: float, cause: str = "") -> tuple[float, str]:
@@ -86,7 +88,12 @@ class Gate:
         """Samples at most `limit` tokens per prompt; all ranks of a tensor-parallel group get all samples."""
         trainer = self.trainer
         numbered = trainer.engine.local_prompts(list(enumerate(rows)))
-        samples = run_on(trainer.engine.loop, [self.episode(*pair, temperature, limit) for pair in numbered])
+        episodes = [self.episode(*pair, temperature, limit) for pair in numbered]
+        loop, together = trainer.engine.loop, gather(episodes)
+        if loop.is_running():  # in another thread
+            samples = asyncio.run_coroutine_threadsafe(together, loop).result()
+        else:
+            samples = loop.run_until_complete(together)
         parts = [samples] * trainer.mesh["tp"].size()
         if len(parts) > 1:
             dist.all_gather_object(parts, samples, group=trainer.mesh["tp"].get_group())
@@ -140,7 +147,8 @@ class Gate:
         gap, cause = self.probe_weights()
         if cause and self.config.gate == "stop" and not is_first:
             cause = self.try_again(cause)
-        return self.report(gap, cause)
+        self.report(gap, cause)
+        return gap
 
     def check_sampling(self):
         """Probes what greedy tokens cannot show: the temperature, and whether unlikely tokens come up."""
@@ -176,23 +184,18 @@ class Gate:
             return cause
         if self.early_gap(samples) > self.bound / 2:
             return "stale weights: the last push did not reach the engine (a second push cures it)"
+        where = "rope scaling, the engine's cache, changes by a chat template"
         return (
-            "a difference in later tokens only (the first few are right): look for what affects long or "
-            "multi-turn sequences (rope scaling, the engine's cache, changes by a chat template)"
+            f"a difference in later tokens only (the first few are right): look at long sequences ({where})"
         )
 
-    def report(self, gap: float, cause: str) -> float:
-        """Ends the run, or prints a warning, if there is a cause. Returns the gap."""
-        if not cause:
-            return gap
-        message = (
-            f"--gate: engine and actor disagree by {gap:.1e} (bound {self.bound:g}). Likely cause: {cause}."
-        )
-        if self.config.gate == "stop":
-            raise UserError(f"{message} --gate warn continues")
-        if dist.get_rank() == 0:
-            tqdm.write(message)
-        return gap
+    def report(self, gap: float, cause: str):
+        """Ends the run, or prints a warning, if there is a cause."""
+        found = f"engine and actor disagree by {gap:.1e} (bound {self.bound:g}). Likely cause: {cause}."
+        if cause and self.config.gate == "stop":
+            raise UserError(f"--gate: {found} --gate warn continues")
+        if cause and dist.get_rank() == 0:
+            tqdm.write(f"--gate: {found}")
 
     # ---- Causes ------------------------------------------------------------------------------------------
     def version_cause(self, samples: list) -> str:
@@ -210,26 +213,19 @@ class Gate:
             return "a broken actor: its own log-probs are not finite; lower --lr"
         engine_moved, actor_moved = now.moved(self.last)
         if engine_moved == 0 and actor_moved > self.bound / 10:
-            return (
-                "stale weights: the actor has learned, and the engine's answers are the same to the last "
-                "bit; the last push did not reach it"
-            )
+            return "stale weights: the actor has learned, and the engine answers the same to the last bit"
         if now.gap <= self.bound:
             return ""
         if self.last is None and self.config.dtype == "float32" and now.gap <= BOUND["bfloat16"]:
             return "dtype: the difference has the size of rounding to bfloat16, and the run is in float32"
         if self.last is None:
-            return (
-                "another model: even before the first step the engine's answers are not those of --model; "
-                "check its model and dtype, and what changes its prompts (a chat template, an extra BOS)"
-            )
+            advice = "check the engine's model and dtype, and what changes its prompts (an extra BOS)"
+            return f"another model: even before the first step its answers are not those of --model; {advice}"
         if engine_moved < actor_moved / 10:
             return "stale weights: the engine answers as before the last push, which did not reach it"
         engine_moved, actor_moved = now.moved(self.first)
         if engine_moved < actor_moved / 10:
-            return (
-                "base weights: the engine answers as at the start of the run; it has loaded the model again"
-            )
+            return "base weights: the engine answers as at the start of the run; did it load the model again?"
         cause = "damaged weights: at least one tensor was lost or changed on its way to the engine"
         if self.trainer.actor.model.config.tie_word_embeddings:
             cause += "; this model ties its head to its embedding: check that the engine's head follows"
@@ -239,24 +235,17 @@ class Gate:
         """The gap of sampled tokens at the run's temperature, and its likely cause or ""."""
         temperature = self.config.temperature
         samples = self.play(range(PROMPTS), temperature)
-
-        def gap_at(other: float) -> float:
-            return over_ranks(self.score(samples, other).gap)[0]
-
-        gap = gap_at(temperature)
+        gap, _ = over_ranks(self.score(samples, temperature).gap)
         if gap <= self.bound:
             return gap, ""
         grid = [round(temperature * i / 20, 3) for i in range(4, 61)]
-        gaps = {other: gap_at(other) for other in grid}
+        gaps = {other: over_ranks(self.score(samples, other).gap)[0] for other in grid}
         likely = min(grid, key=gaps.get)
         if gaps[likely] < gap / 4:
-            return gap, (
-                f"temperature: the engine seems to sample at {likely}, and --temperature is {temperature}"
-            )
-        return gap, (
-            "sampling: greedy tokens have the right log-probs, sampled tokens do not; look for top_p, top_k, "
-            "penalties or a logit bias in the engine's settings"
-        )
+            found = f"the engine seems to sample at {likely}, and --temperature is {temperature}"
+            return gap, f"temperature: {found}"
+        found = "greedy tokens have the right log-probs, sampled tokens do not"
+        return gap, f"sampling: {found}; look for top_p, top_k, penalties or a logit bias in the engine"
 
     def tail_cause(self) -> tuple[float, str]:
         """How far the mean surprise of sampled tokens is below their entropy, and its likely cause or "".
@@ -275,24 +264,10 @@ class Gate:
         surprise = -torch.tensor([sample.tokens["logprob"][-1] for sample in drawn if not sample.failure])
         noise = surprise.std() / len(surprise) ** 0.5
         lack = entropy - surprise.mean().item()
-        cause = ""
-        if lack > 6 * noise + 0.02:  # far out, because a few rare tokens can dominate the mean
-            cause = (
-                f"top_p, top_k or min_p: {len(surprise)} sampled tokens have a mean log-prob of "
-                f"{-surprise.mean():.2f}, and {-entropy:.2f} was expected: the engine cuts off unlikely ones"
-            )
-        return over_ranks(lack, cause)
-
-
-def run_on(loop, coroutines: list) -> list:
-    """The results of coroutines on an event loop, which may be running in another thread."""
-
-    async def together():
-        return await asyncio.gather(*coroutines)
-
-    if loop.is_running():
-        return asyncio.run_coroutine_threadsafe(together(), loop).result()
-    return loop.run_until_complete(together())
+        is_far = lack > 6 * noise + 0.02  # far out, because a few rare tokens can dominate the mean
+        means = f"{-surprise.mean():.2f} instead of {-entropy:.2f}"
+        cause = f"top_p, top_k or min_p: {len(surprise)} sampled tokens have a mean log-prob of {means}"
+        return over_ranks(lack, cause if is_far else "")
 
 
 def extend(trainer_class: type) -> type:
@@ -303,33 +278,21 @@ def extend(trainer_class: type) -> type:
             super().__init__(*arguments)
             self.gate = Gate(self, self.push_again)
             self.gate_metrics = {}
-            self.began = 0.0  # when the first probe began
-            self.cost = 0.0  # seconds of the last probe
-            self.spent = 0.0  # seconds of all probes except the first one
+            self.next_probe = 0.0
 
         def publish(self):
             """Pushes the weights, and probes the engine at the start and whenever there is time for it."""
             super().publish()
-            if self.config.gate == "off":
-                return
             start = time.perf_counter()
-            is_start = self.gate.first is None
-            if is_start:
-                self.began = start
-            elif not self.can_probe():
+            if self.config.gate == "off" or over_ranks(self.next_probe - start)[0] > 0:
                 return
+            is_start = self.gate.first is None
             gap = self.gate.check_weights()
-            self.cost = time.perf_counter() - start
+            end = time.perf_counter()
+            self.next_probe = end + PAUSE * (end - start)
             if is_start:
                 self.gate.check_sampling()
-            else:
-                self.spent += self.cost
             self.gate_metrics = {"gate_diff": gap, "time_gate": time.perf_counter() - start}
-
-        def can_probe(self) -> bool:
-            """Whether another probe keeps all of them within SHARE of the run's time, on every rank."""
-            share, _ = over_ranks((self.spent + self.cost) / (time.perf_counter() - self.began))
-            return share <= SHARE
 
         def push_again(self):
             """Pushes the same weights once more, to find out what that changes."""

@@ -2,10 +2,9 @@
 
 Nothing inside a process can interrupt a C function that does not return, or survive a segmentation fault.
 Each rank therefore forks a nursery before it has threads, connections or a GPU; the nursery forks the workers
-and their replacements, so reward_fn may be a closure or a bound method. A worker has one call at a time, also
-of an async reward_fn. The trainer sends a pickled sample through the worker's socket, and receives a line of
-JSON. A worker that closes its socket has died. One whose call exceeds --reward_timeout, the limit of
-`Trainer.score`, is killed together with the processes that it started.
+and their replacements, so reward_fn may be a closure or a bound method. A worker has one call at a time: the
+trainer sends it a pickled sample, and receives a line of JSON. A worker that closes its socket has died; one
+whose call exceeds --reward_timeout is killed together with the processes that it started.
 
 Security: the trainer reads JSON, so a worker that a hostile completion has taken over cannot execute code in
 the trainer through its replies. But it is a process of the same user with access to the same files: workers
@@ -38,7 +37,6 @@ import torch
 from train import UserError, call, flag
 
 REPLY_BYTES = 2**20  # longest reply that the trainer reads
-SIZE_BYTES = 8  # a request begins with its length
 FORK = 0  # request to the nursery; any other number is the pid of a worker to kill
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
@@ -46,10 +44,6 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 @dataclass
 class Flags:
     reward_workers: int = flag(0, "processes per rank for reward_fn; 0: the trainer's own process")
-
-
-class RewardError(Exception):
-    """A call of reward_fn that gave no reward."""
 
 
 class RewardWorkers:
@@ -77,23 +71,27 @@ class RewardWorkers:
     async def call(self, sample) -> tuple[object, dict]:
         """Calls reward_fn(sample) in an idle worker. Returns its result and sample.metrics, both unchecked.
 
-        Raises RewardError with a message of one line if reward_fn raised or ended its process; UserError if
+        Raises RuntimeError with a message of one line if reward_fn raised or ended its process; UserError if
         the sample cannot be pickled or the nursery has died. A worker whose call is cancelled is killed.
         """
-        request = to_request(sample)
+        try:
+            request = pickle.dumps(sample)
+        except Exception as error:
+            why = f"a sample cannot be sent to a reward worker ({describe(error)})"
+            needed = "keep in sample.state only what can be pickled, or set --reward_workers to 0"
+            raise UserError(f"{why}: {needed}") from error
         pid, connection = self.idle_worker()
         try:
             result, metrics, failure = json.loads(await exchange(connection, request))
-        except (OSError, ValueError, TypeError, RecursionError) as error:  # no reply, or an invalid one
+        except BaseException as error:
             code = self.kill_worker(pid, connection)
+            if not isinstance(error, OSError | ValueError | TypeError | RecursionError):
+                raise  # CancelledError: --reward_timeout is over
             cause = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise RewardError(f"reward_fn's process died without a valid reply ({cause})") from error
-        except BaseException:  # CancelledError: --reward_timeout is over
-            self.kill_worker(pid, connection)
-            raise
+            raise RuntimeError(f"reward_fn's process died without a valid reply ({cause})") from error
         self.idle.append((pid, connection))
         if failure:
-            raise RewardError(failure)
+            raise RuntimeError(failure)
         return result, metrics
 
     def idle_worker(self) -> tuple[int, socket.socket]:
@@ -140,18 +138,6 @@ async def exchange(connection: socket.socket, request: bytes) -> bytes:
         if not chunk or len(line) > REPLY_BYTES:
             raise ValueError("no reply, or too long a reply")
     return line
-
-
-def to_request(sample) -> bytes:
-    """A pickled sample, behind its length. Raises UserError."""
-    try:
-        text = pickle.dumps(sample)
-    except Exception as error:
-        raise UserError(
-            f"a sample cannot be sent to a reward worker ({describe(error)}): keep in sample.state only what "
-            "can be pickled, or set --reward_workers to 0"
-        ) from error
-    return len(text).to_bytes(SIZE_BYTES, "big") + text
 
 
 def describe(error: BaseException) -> str:
@@ -216,41 +202,30 @@ def run_worker(connection: socket.socket, reward_fn, config):
         file.write("1000")  # when memory runs out, the kernel kills a worker before the trainer
     runner = asyncio.Runner()  # one event loop for all calls, because connections of a reward_fn belong to it
     requests = connection.makefile("rb")
-    while size := requests.read(SIZE_BYTES):
-        request = requests.read(int.from_bytes(size, "big"))
-        reply = runner.run(score(request, reward_fn, config))
+    while requests.peek():
+        reply = runner.run(score(pickle.load(requests), reward_fn, config))
         sys.stdout.flush()  # what reward_fn printed: a process that is killed does not flush
         connection.sendall(reply.encode() + b"\n")
 
 
-async def score(request: bytes, reward_fn, config) -> str:
-    """Calls reward_fn on a pickled sample. Returns JSON: [result, metrics, failure ("" if there is none)]."""
+async def score(sample, reward_fn, config) -> str:
+    """Calls reward_fn on a sample. Returns JSON: [result, metrics, failure ("" if there is none)]."""
+    random.seed(f"{config.seed} {sample.key}")  # draws in reward_fn depend on nothing else
+    np.random.seed(random.getrandbits(32))
+    torch.default_generator.manual_seed(random.getrandbits(63))
     try:
-        sample = pickle.loads(request)
-        seed_generators(f"{config.seed} {sample.key}")
         result = await call(reward_fn, sample, None)  # the trainer has the time limit
         return json.dumps([result, sample.metrics, ""], default=to_json)
     except BaseException as error:  # also SystemExit: it is a failure of this sample only
-        return json.dumps([None, {}, describe(error) + place(error)])
-
-
-def seed_generators(key: str):
-    """Makes draws in reward_fn depend on the key only."""
-    random.seed(key)
-    np.random.seed(random.getrandbits(32))
-    torch.default_generator.manual_seed(random.getrandbits(63))
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if "/lib/python" not in f.filename and f.filename != __file__]  # the user's
+        place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+        return json.dumps([None, {}, describe(error) + place])
 
 
 def to_json(value):
     """NumPy's numbers as Python's; anything else as text, which the trainer rejects and shows."""
     return float(value) if isinstance(value, numbers.Real) else repr(value)[:500]
-
-
-def place(error: BaseException) -> str:
-    """The innermost file and line of the user's code, outside Python and installed packages."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "/lib/python" not in frame.filename and frame.filename != __file__]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 def extend(trainer_class: type) -> type:

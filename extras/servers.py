@@ -12,7 +12,7 @@ import os
 import resource
 import socket
 import uuid
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from tqdm import tqdm
 from transformers import AutoConfig
 
@@ -30,11 +29,9 @@ from train import UserError, load_extra
 watchdog = load_extra("watchdog", "--engine http")
 
 MAX_FAILURES = 3  # broken responses to one request before its server is given up
-MAX_ABORTS = 100  # aborts of one request by an old SGLang's pushes; beyond that, it is at fault
 RETRY_SECONDS = 1.0
 FLUSH_ATTEMPTS = 600  # a paused server stays busy for a moment, and refuses to flush its cache until then
 FLUSH_SECONDS = 0.05  # between two attempts
-WEIGHT_UPDATE_FRAME = ("begin_weight_update", "end_weight_update")  # calls that an old SGLang does not know
 
 
 # ---- The flag, and responses -----------------------------------------------------------------------------
@@ -56,35 +53,18 @@ def parse_urls(engine: str) -> list[str]:
     return urls
 
 
-def is_recent(version: str) -> bool:
-    """Whether this SGLang is 0.5.22 or later: it requires the calls of WEIGHT_UPDATE_FRAME around an update.
-
-    An older one does not know them. It also refuses to flush its cache while retracted requests are waiting.
-    """
-    return Version(version) >= Version("0.5.22")
-
-
-def is_aborted(response: dict) -> bool:
-    """Whether SGLang aborted the request."""
-    try:
-        return response["meta_info"]["finish_reason"]["type"] == "abort"
-    except (KeyError, TypeError):
-        return False
-
-
 def parse_response(response: dict, version: int) -> tuple[list[int], list[float], list[int], bool]:
     """Reads a response of /generate: ids [T], log-probs [T], weight versions [T], whether it was truncated.
 
     Tokens have `version` unless the response names another one. A missing log-prob becomes NaN. Raises
     UserError if SGLang aborted the request, ConnectionError if the response is malformed.
     """
-    if is_aborted(response):
-        raise UserError(f"SGLang aborted a request: {response['meta_info']['finish_reason'].get('message')}")
     try:
         info = response["meta_info"]
+        reason = info["finish_reason"]
+        if reason["type"] == "abort":
+            raise UserError(f"SGLang aborted a request: {reason.get('message')}")
         tokens = info["output_token_logprobs"]
-        if len(tokens) != info["completion_tokens"]:
-            raise ValueError(f"log-probs of {len(tokens)} tokens for {info['completion_tokens']} tokens")
         ids = [int(token[1]) for token in tokens]
         logprobs = [math.nan if token[0] is None else float(token[0]) for token in tokens]
         versions = [version] * len(ids)
@@ -92,11 +72,11 @@ def parse_response(response: dict, version: int) -> tuple[list[int], list[float]
             if span["version"].isdigit():
                 count = span["end"] - span["start"]
                 versions[span["start"] : span["end"]] = [int(span["version"])] * count
-        if len(versions) != len(ids):
-            raise ValueError(f"weight_versions of {len(versions)} tokens for {len(ids)} tokens")
-        return ids, logprobs, versions, info["finish_reason"]["type"] == "length"
+        if not len(ids) == len(versions) == info["completion_tokens"]:
+            raise ValueError(f"{len(ids)} log-probs and {len(versions)} versions for the tokens")
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ConnectionError(f"malformed response from SGLang: {error!r}: {str(response)[:200]}") from error
+    return ids, logprobs, versions, reason["type"] == "length"
 
 
 # ---- One server ------------------------------------------------------------------------------------------
@@ -115,14 +95,11 @@ class Server:
         self.open_requests = 0  # from this rank
         self.failure = ""  # why it was given up
         self.session = None
-        self.is_recent = True  # `connect` asks; only the rank that pushes needs to know
         self.group_name = ""
         self.group = None
 
     async def post(self, path: str, **payload) -> dict:
         """Calls one endpoint and returns its JSON object, or {} if the response is plain text."""
-        if path in WEIGHT_UPDATE_FRAME and not self.is_recent:
-            return {}
         import aiohttp  # SGLang depends on it; nothing else here needs it
 
         if self.session is None:
@@ -154,7 +131,6 @@ class Server:
         from sglang.srt.utils import init_custom_process_group
 
         info = await self.post("server_info")
-        self.is_recent = is_recent(info["version"])
         with suppress(UserError):  # as usual, none is open
             await self.post("end_weight_update")  # left open by a run that was killed during a push
         host, port = self.find_address()
@@ -183,10 +159,6 @@ class Server:
         dismiss = self.post("destroy_weights_update_group", group_name=self.group_name)
         with suppress(UserError):
             await asyncio.gather(dismiss, leave)
-
-    async def pause(self):
-        """Puts running requests back into the queue until new weights arrive; an old SGLang aborts them."""
-        await self.post("pause_generation", mode="retract" if self.is_recent else "abort")
 
     async def receive(self, flat: torch.Tensor, description: dict):
         """Broadcasts one bucket, `flat` [bytes], to the server, and tells it over HTTP what the bytes are."""
@@ -230,13 +202,10 @@ class ServerEngine:
         self.rank, self.ranks = mesh["tp"].get_local_rank(), mesh["tp"].size()
         self.vocab_size = AutoConfig.from_pretrained(path).vocab_size
         self.reported: set[str] = set()  # servers whose loss was printed
-        self.sampling = {  # explicit, because a server may have other defaults
-            "stop_token_ids": [tokenizer.eos_token_id],
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
+        self.sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        self.sampling["stop_token_ids"] = [
+            tokenizer.eos_token_id
+        ]  # explicit: a server may have other defaults
         urls = parse_urls(config.engine)
         first = dist.get_rank() % len(urls)  # among equally busy servers, each rank prefers another one
         backend = "nccl" if config.device == "cuda" else "gloo"
@@ -272,18 +241,15 @@ class ServerEngine:
         payload = {"input_ids": np.asarray(ids).tolist(), "sampling_params": sampling}
         payload["return_logprob"] = True
         failures = Counter()
-        aborts = 0
         while self.alive:
             server = min(self.alive, key=lambda server: server.open_requests)
             server.open_requests += 1
             try:
                 response = await server.post("generate", **payload)
-                if is_aborted(response) and aborts < MAX_ABORTS:
-                    aborts += 1
-                    await asyncio.sleep(RETRY_SECONDS)
-                    continue
                 completion = parse_response(response, self.version)
-                check_origin(server, response)
+                if not str(response["meta_info"].get("weight_version")).isdigit():
+                    why = "has weights that this run did not push; was it restarted?"
+                    raise TimeoutError(f"{server.url} {why}")
                 return completion
             except ConnectionError as error:
                 failures[server] += 1
@@ -311,7 +277,7 @@ class ServerEngine:
         is_sender = dist.get_rank() == 0
         self.agree_on_failures()
         if is_sender:
-            self.run_on_all(Server.pause)
+            self.run_on_all(Server.post, "pause_generation", mode="retract")  # requests return to the queue
             self.run_on_all(Server.post, "begin_weight_update")
         for bucket in buckets:  # making a bucket is collective: all ranks take part
             if is_sender:
@@ -356,17 +322,17 @@ class ServerEngine:
             if server.session:
                 self.run_coroutine(server.session.close())
 
-    def run_on_all(self, action, *args):
-        """Awaits `action(server, *args)` for all servers at once, and gives up those that fail."""
+    def run_on_all(self, action, *args, **options):
+        """Awaits `action(server, ...)` for all servers at once, and gives up those that fail."""
 
         async def attempt(server: Server):
             try:
-                await action(server, *args)
+                await action(server, *args, **options)
             except (ConnectionError, TimeoutError) as error:
                 self.give_up(server, error)
 
         async def attempt_all():
-            await asyncio.gather(*[attempt(server) for server in self.alive])
+            await asyncio.gather(*map(attempt, self.alive))
 
         self.run_coroutine(attempt_all())
 
@@ -388,15 +354,15 @@ class ServerEngine:
 
     def agree_on_failures(self):
         """Gives up, on all ranks, the servers that any rank gave up. Raises UserError if none is left."""
-        failures = {server.url: server.failure for server in self.servers if server.failure}
-        all_failures = [None] * dist.get_world_size()
-        dist.all_gather_object(all_failures, failures)
+        parts = [None] * dist.get_world_size()
+        own = {server.url: server.failure for server in self.servers if server.failure}
+        dist.all_gather_object(parts, own)
+        failures = dict(ChainMap(*parts))
 
         async def give_up_all():
-            for failures in all_failures:
-                for server in self.servers:
-                    if server.url in failures:
-                        self.give_up(server, failures[server.url])
+            for server in self.servers:
+                if server.url in failures:
+                    self.give_up(server, failures[server.url])
 
         self.run_coroutine(give_up_all())
         if not self.alive:
@@ -405,12 +371,6 @@ class ServerEngine:
             if server.failure and server.url not in self.reported and dist.get_rank() == 0:
                 self.reported.add(server.url)
                 tqdm.write(f"continuing without {server.url}: {server.failure}")
-
-
-def check_origin(server: Server, response: dict):
-    """Raises TimeoutError if the server has weights from elsewhere: somebody restarted it, for example."""
-    if not str(response["meta_info"].get("weight_version")).isdigit():
-        raise TimeoutError(f"{server.url} has weights that this run did not push; was it restarted?")
 
 
 Engine = ServerEngine  # the name by which train.py finds it

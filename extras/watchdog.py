@@ -6,7 +6,6 @@ SIGTERM to the run also reaches SGLang's processes, so that the run cannot finis
 """
 
 import asyncio
-import inspect
 import json
 import os
 import signal
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import active_children, resource_tracker
@@ -27,7 +26,7 @@ from torch.distributed import distributed_c10d
 from train import flag
 
 START_SECONDS = 900.0  # least time for SGLang to load a model and compile its kernels
-BUSY_SECONDS = 30.0
+END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass
@@ -87,11 +86,10 @@ def deaf_children():
 
     torchrun and terminals send these signals to SGLang's processes too, which a run needs to finish its step.
     """
-    end_signals = (signal.SIGTERM, signal.SIGINT)
     original_start = BaseProcess.start
 
     def start_deaf(process):
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, end_signals)  # a child inherits the mask
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)  # a child inherits the mask
         try:
             original_start(process)
         finally:
@@ -103,7 +101,7 @@ def deaf_children():
 
     resource_tracker.ensure_running()  # Python's helper process resets the mask when it starts
     BaseProcess.start = start_deaf
-    handlers = {number: signal.signal(number, exit_with_children) for number in end_signals}
+    handlers = {number: signal.signal(number, exit_with_children) for number in END_SIGNALS}
     try:
         yield
     finally:
@@ -141,61 +139,38 @@ def limit(task: str, seconds: float):
         timer.cancel()
 
 
-class LimitedSGLang:
-    """An sglang.Engine in which every call has a time limit; what exceeds it ends the run."""
-
-    def __init__(self, engine, seconds: float):
-        self.engine = engine
-        self.seconds = seconds
-        self.patience = Patience("SGLang", seconds)
-
-    async def async_generate(self, **request) -> dict:
-        """Samples one completion, however long it takes, while SGLang responds to any request."""
-        try:
-            return await self.patience.wait(self.engine.async_generate(**request))
-        except TimeoutError as error:  # the calls that a clean exit makes would hang, too
-            exit_because(str(error))
-
-    def flush_cache(self):
-        """Empties the cache, which SGLang refuses while it is busy: for a moment after its last response."""
-        start = time.monotonic()
-        while True:
-            with limit("flush_cache", self.seconds):
-                answer = self.engine.flush_cache()
-            if answer.success:
-                return answer
-            if time.monotonic() - start > BUSY_SECONDS:
-                exit_because(f"SGLang is still busy {BUSY_SECONDS:g} s after its last response")
-            time.sleep(0.05)
-
-    def __getattr__(self, name: str):
-        """Everything else is the engine's own, its methods with a time limit."""
-        attribute = getattr(self.engine, name)
-        if not inspect.ismethod(attribute):
-            return attribute
-
-        def limited(*args, **kwargs):
-            with limit(name, self.seconds):
-                return attribute(*args, **kwargs)
-
-        return limited
-
-
 def watch(engine_class: type) -> type:
     """A train.SGLangEngine that ends the run when SGLang dies, freezes or fails to start."""
 
     class WatchedEngine(engine_class):
         def __init__(self, path: str, tokenizer, mesh, config):
+            self.patience = Patience("SGLang", config.engine_timeout)
             if mesh["tp"].get_local_rank() > 0:  # the first rank of the group talks to SGLang
                 super().__init__(path, tokenizer, mesh, config)
                 return
-            on_sigterm = signal.getsignal(signal.SIGTERM)
             with deaf_children(), limit("its start", max(config.engine_timeout, START_SECONDS)):
                 super().__init__(path, tokenizer, mesh, config)
-            self.engine = LimitedSGLang(self.engine, config.engine_timeout)
-            self.engine.flush_cache()  # SGLang's first call installs its signal handlers: replace them now
-            signal.signal(signal.SIGTERM, on_sigterm or signal.SIG_DFL)
+                self.engine.flush_cache()  # SGLang's first call installs handlers: undone as the block ends
             signal.signal(signal.SIGQUIT, on_sigquit)
+
+        def limit(self, task: str):
+            """Limits a task of the rank that talks to SGLang; the others wait for it."""
+            return limit(task, self.config.engine_timeout) if self.engine else nullcontext()
+
+        async def generate(self, *arguments):
+            """Samples one completion, however long it takes, while SGLang responds to any request."""
+            try:
+                return await self.patience.wait(super().generate(*arguments))
+            except TimeoutError as error:  # the calls that a clean exit makes would hang, too
+                exit_because(str(error))
+
+        def sleep(self):
+            with self.limit("sleep"):  # it repeats flush_cache until SGLang is idle
+                super().sleep()
+
+        def call(self, method: str, *args, **kwargs):
+            with self.limit(method):
+                super().call(method, *args, **kwargs)
 
     return WatchedEngine
 

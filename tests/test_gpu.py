@@ -11,18 +11,13 @@ from torch.nn.attention.varlen import varlen_attn
 import train
 from train import Config
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # two names of one setting
+NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
 
-class Started(Exception):
-    """Raised instead of joining processes that are not there."""
 
-
-@pytest.fixture
-def start(monkeypatch):
-    """A function that runs init_distributed up to its process group; returns what it did and set by then."""
-    before = dict(os.environ)
+def start(monkeypatch, given: dict = {}, **flags) -> dict:
+    """What init_distributed does and has set by the time that it joins its process group."""
     found = {}
-    monkeypatch.setattr(train, "RANK", 5)
-    monkeypatch.setattr(train, "LOCAL_RANK", 1)
 
     def set_device(gpu):  # initializes CUDA, which reads its settings
         found["gpu"] = gpu
@@ -30,52 +25,42 @@ def start(monkeypatch):
 
     def init_process_group(backend, **options):
         found["backend"] = backend
-        found["nccl"] = {name: os.environ.get(name) for name in NCCL}
-        raise Started
+        found["nccl"] = [os.environ.get(name) for name in NCCL]
+        found["left"] = [name for name in ALLOCATOR if name in os.environ]
+        raise InterruptedError
 
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(train.dist, "init_process_group", init_process_group)
-
-    def start(environment: dict, **flags) -> dict:
-        for name in (*ALLOCATOR, *NCCL):
-            os.environ.pop(name, None)
-        os.environ.update(environment)
-        found.clear()
-        with pytest.raises(Started):
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "RANK", 5)
+        patch.setattr(train, "LOCAL_RANK", 1)
+        patch.setattr(torch.cuda, "set_device", set_device)
+        patch.setattr(train.dist, "init_process_group", init_process_group)
+        patch.setattr(os, "environ", given.copy())
+        with pytest.raises(InterruptedError):
             train.init_distributed(Config(**flags))
-        return found
-
-    yield start
-    os.environ.clear()
-    os.environ.update(before)
-
-
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # two names of one setting
-NCCL = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+    return found
 
 
 @pytest.mark.parametrize("name", ALLOCATOR)
-def test_sglang_s_trainer_has_no_expandable_segments(start, name):
+def test_sglang_s_trainer_has_no_expandable_segments(monkeypatch, name):
     """Handles of their memory cannot be opened by SGLang, and its memory saver does not see them."""
     given = {name: "expandable_segments:True"}
-    assert start(given, device="cuda", engine="sglang")["settings"] == []
-    assert name not in os.environ  # nor has SGLang, which inherits it
+    found = start(monkeypatch, given, device="cuda", engine="sglang")
+    assert found["settings"] == found["left"] == []  # nor has SGLang, which inherits it
     for engine in ("local", "http://host:1"):
-        assert start(given, device="cuda", engine=engine)["settings"] == [name]
+        assert start(monkeypatch, given, device="cuda", engine=engine)["settings"] == [name]
 
 
-def test_each_process_has_its_own_gpu_and_gloo_carries_what_is_on_the_cpu(start):
-    found = start({}, device="cuda", engine="sglang")
-    assert found["gpu"] == 1  # of this machine
-    assert found["backend"] == "cpu:gloo,cuda:nccl"
-    found = start({}, device="cpu", engine="local")
+def test_each_process_has_its_own_gpu_and_gloo_carries_what_is_on_the_cpu(monkeypatch):
+    found = start(monkeypatch, device="cuda", engine="sglang")
+    assert (found["gpu"], found["backend"]) == (1, "cpu:gloo,cuda:nccl")  # of this machine
+    found = start(monkeypatch, device="cpu", engine="local")
     assert found["backend"] == "gloo" and "gpu" not in found
 
 
-def test_nccl_has_sglang_s_settings_unless_the_user_has_others(start):
-    assert start({}, device="cuda")["nccl"] == dict.fromkeys(NCCL, "0")
-    for name in NCCL:
-        assert start({name: "1"}, device="cuda")["nccl"] == dict.fromkeys(NCCL, "0") | {name: "1"}
+def test_nccl_has_sglang_s_settings_unless_the_user_has_others(monkeypatch):
+    assert start(monkeypatch, device="cuda")["nccl"] == ["0", "0"]
+    assert start(monkeypatch, {NCCL[0]: "1"}, device="cuda")["nccl"] == ["1", "0"]
+    assert start(monkeypatch, {NCCL[1]: "1"}, device="cuda")["nccl"] == ["0", "1"]
 
 
 class Pretended(torch.Tensor):

@@ -6,6 +6,7 @@ import faulthandler
 import json
 import os
 import random
+import re
 import select
 import signal
 import socket
@@ -21,7 +22,7 @@ import pytest
 import torch
 
 from extras import reward_workers
-from extras.reward_workers import RewardError, RewardWorkers
+from extras.reward_workers import RewardWorkers
 from tests.conftest import Config
 from train import Sample, Trainer, UserError
 
@@ -34,7 +35,6 @@ class Core:
     def __init__(self, config, dataset_class, reward_fn, env_step):
         self.config = config
         self.reward_fn = reward_fn
-        self.reward_timeout = config.reward_timeout
 
 
 def make_samples(count: int, **fields) -> list[Sample]:
@@ -75,18 +75,25 @@ def wait_until(condition, seconds: float = 15.0):
 # ---------------------------------------------- hangs and crashes -------------------------------------------
 @pytest.mark.parametrize("workers, is_async", [(1, False), (2, False), (2, True)])
 def test_a_hang_or_a_crash_fails_one_sample(workers, is_async):
+    def time_out():
+        raise TimeoutError  # of its own
+
+    harms = {  # of a sample: what it does, and what is said of it
+        2: (
+            lambda: sum(range(10**15)),
+            "",
+        ),  # C code that no signal handler interrupts: only the core's limit
+        5: (lambda: os.kill(os.getpid(), signal.SIGKILL), "died without a valid reply (killed by SIGKILL)"),
+        6: (lambda: ctypes.string_at(0), "died without a valid reply (killed by SIGSEGV)"),
+        7: (lambda: sys.exit("gives up"), "SystemExit: gives up ("),
+        8: (lambda: os._exit(3), "died without a valid reply (exit code 3)"),
+        10: (time_out, "TimeoutError ("),
+    }
+
     def sync_reward_fn(sample):
-        if sample.key == (0, 2):
-            sum(range(10**15))  # C code that no signal handler interrupts
-        if sample.key == (0, 5):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if sample.key == (0, 6):
+        if sample.key[1] in harms:
             faulthandler.disable()  # or pytest's would print a traceback
-            ctypes.string_at(0)  # a segmentation fault
-        if sample.key == (0, 7):
-            sys.exit("gives up")
-        if sample.key == (0, 8):
-            os._exit(3)
+            harms[sample.key[1]][0]()
         return sample.key[1] / 2
 
     async def async_reward_fn(sample):
@@ -101,12 +108,10 @@ def test_a_hang_or_a_crash_fails_one_sample(workers, is_async):
     reward_fn = async_reward_fn if is_async else sync_reward_fn
     found = score_all(reward_fn, make_samples(12), workers, timeout=2.0, then=see)
     failures = {i: error for i, error in enumerate(found) if isinstance(error, Exception)}
-    assert failures.keys() == {2, 5, 6, 7, 8} | ({9} if is_async else set())
-    assert all(isinstance(failures.get(i, TimeoutError()), TimeoutError) for i in (2, 9))  # the core's limit
-    assert str(failures[5]).endswith("died without a valid reply (killed by SIGKILL)")
-    assert str(failures[6]).endswith("died without a valid reply (killed by SIGSEGV)")
-    assert str(failures[7]).startswith("SystemExit: gives up")
-    assert str(failures[8]).endswith("died without a valid reply (exit code 3)")
+    assert failures.keys() == {*harms} | ({9} if is_async else set())
+    for i, error in failures.items():
+        assert isinstance(error, TimeoutError if i in (2, 9) else RuntimeError)
+        assert i == 9 or harms[i][1] in str(error)
     assert all(found[i] == i / 2 for i in range(12) if i not in failures)
 
 
@@ -126,14 +131,6 @@ def test_async_calls_of_a_worker_share_an_event_loop():
         return 1.0
 
     assert score_all(reward_fn, make_samples(3), workers=1) == [1.0] * 3
-
-
-def test_a_reward_may_time_out_by_itself():
-    async def reward_fn(sample):
-        raise TimeoutError
-
-    (error,) = score_all(reward_fn, make_samples(1))
-    assert isinstance(error, RewardError) and str(error).startswith("TimeoutError (")
 
 
 @pytest.mark.parametrize("harm", ["dies", "writes"])
@@ -166,23 +163,19 @@ def write_to_sockets(text: bytes):
             connection.detach()
 
 
-HOSTILE = [
-    *(b"{}\n", b"5\n", b"[1,2]\n", b"[" * 100_000 + b"\n", b"\xff\n", b"cos\nsystem\n"),
-    b"[1.0, {}," + b" " * reward_workers.REPLY_BYTES + b' ""]\n',
-]
+def test_a_hostile_reply_fails_one_sample():
+    replies = [b"{}", b"5", b"[1,2]", b"[" * 100_000, b"\xff", b"cos\nsystem"]
+    replies.append(b"[1.0, {}," + b" " * reward_workers.REPLY_BYTES + b' ""]')
 
-
-@pytest.mark.parametrize("reply", HOSTILE)
-def test_a_hostile_reply_fails_one_sample(reply):
     def reward_fn(sample):
-        if sample.key[1] == 1:
-            write_to_sockets(reply)
+        if sample.key[1] % 2:
+            write_to_sockets(replies[sample.key[1] // 2] + b"\n")
             time.sleep(60)
         return 1.0
 
-    first, hostile, last = score_all(reward_fn, make_samples(3), workers=1)
-    assert isinstance(hostile, RewardError)
-    assert first == last == 1.0
+    found = score_all(reward_fn, make_samples(2 * len(replies)), workers=1)
+    assert found[::2] == [1.0] * len(replies)
+    assert all("died without a valid reply" in str(error) for error in found[1::2])
 
 
 # ---------------------------------------------- results -----------------------------------------------------
@@ -210,7 +203,7 @@ def test_what_comes_back_and_what_does_not():
     end_workers(workers)
 
 
-def test_a_trainer_calls_its_reward_in_a_worker_and_keeps_other_metrics():
+def test_a_trainer_without_workers_calls_its_reward_itself():
     def reward_fn(sample):
         sample.metrics["pid"] = os.getpid()
         return 1.0
@@ -218,8 +211,7 @@ def test_a_trainer_calls_its_reward_in_a_worker_and_keeps_other_metrics():
     samples = make_samples(1, metrics={"before": 2.0})
     assert score_all(reward_fn, samples) == [1.0]
     assert samples[0].metrics["before"] == 2.0 and samples[0].metrics["pid"] != os.getpid()
-    trainer = reward_workers.extend(Core)(Config(), None, reward_fn, None)
-    asyncio.run(trainer.score(samples[0]))
+    asyncio.run(reward_workers.extend(Core)(Config(), None, reward_fn, None).score(samples[0]))
     assert samples[0].metrics["pid"] == os.getpid()
 
 
@@ -238,21 +230,23 @@ def test_a_failing_reward_names_its_line_and_changes_nothing():
     assert sample.metrics == {"kept": 1.0}
 
 
-@pytest.mark.parametrize("result", [torch.tensor(1.0), None, "high", {1: 2}, float("nan")])
-def test_what_is_no_number_is_rejected(result):
-    def reward_fn(sample):
-        sample.metrics["a"] = result
-        return result if sample.key[1] == 0 else 1.0
+def test_what_is_no_number_is_rejected():
+    results = [torch.tensor(1.0), None, "high", {1: 2}, float("nan")]
 
-    assert all(isinstance(error, TypeError | ValueError) for error in score_all(reward_fn, make_samples(2)))
+    def reward_fn(sample):
+        result = results[sample.key[1] // 2]
+        sample.metrics["a"] = result if sample.key[1] % 2 else 1.0
+        return 1.0 if sample.key[1] % 2 else result
+
+    found = score_all(reward_fn, make_samples(2 * len(results)))
+    assert all(isinstance(error, TypeError | ValueError) for error in found)
 
 
 # ---------------------------------------------- mistakes that end the run -----------------------------------
 def test_what_cannot_be_pickled_ends_in_one_line():
     (error,) = score_all(lambda sample: 1.0, make_samples(1, state={"lock": threading.Lock()}))
-    assert isinstance(error, UserError)
-    assert "cannot pickle" in str(error) and "sample.state" in str(error)
-    assert "set --reward_workers to 0" in str(error) and "\n" not in str(error)
+    assert isinstance(error, UserError) and "\n" not in str(error)
+    assert re.search("cannot pickle.*sample.state.*set --reward_workers to 0", str(error))
 
 
 def test_without_the_nursery_the_run_ends_in_one_line():

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from extras import servers as extra
-from extras.servers import Server, ServerEngine, is_recent, parse_response, parse_urls
+from extras.servers import Server, ServerEngine, parse_response, parse_urls
 from tests.conftest import TINY, Config, run
 from tests.real_sglang import ON_CPU, SGLANG_ENVIRONMENT, STUBS, wait_for
 from train import UserError
@@ -31,25 +31,23 @@ CPU = Config(device="cpu", dtype="float32", engine="local")
 
 
 # ---- The flag ----------------------------------------------------------------------------
+WRONG = ("localhost:30000", "http://a:1,", "http://a:99999", "http://:30000")
+
+
 @pytest.mark.parametrize(
     "engine, message",
     [
-        ("localhost:30000", "--engine must be sglang, local or http://host:port"),
-        ("http://a:1,", "--engine must be sglang, local or http://host:port"),
-        ("http://a:99999", "--engine must be sglang, local or http://host:port"),
-        ("http://:30000", "--engine must be sglang, local or http://host:port"),
+        *((url, "--engine must be sglang, local or http://host:port") for url in WRONG),
         ("http://a:1,http://a:1/", "--engine names a server twice"),
         ("http://me:word@a:1", "--engine holds a user or a password"),
     ],
 )
-def test_the_flag_and_versions(engine, message):
+def test_the_flag(engine, message):
     urls = parse_urls("http://a:1, https://b/,http://[::1]:30000")
     assert urls == ["http://a:1", "https://b", "http://[::1]:30000"]
     with pytest.raises(UserError, match=message) as error:
         parse_urls(engine)
     assert "word@" not in str(error.value)
-    versions = ["0.5.9", "0.5.15.post1", "0.5.21", "0.5.22", "0.5.23", "0.6.0"]
-    assert [is_recent(version) for version in versions] == [False, False, False, True, True, True]
 
 
 # ---- Responses ---------------------------------------------------------------------------
@@ -97,14 +95,6 @@ def test_a_malformed_response_is_a_lost_connection(change):
 
 
 # ---- Balancing and failover, with pretended servers --------------------------------------
-@pytest.fixture(scope="module")
-def mesh():
-    """This process alone, as a mesh of one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    yield train.init_distributed(CPU)
-
-
 @pytest.fixture
 def make_engine(mesh, monkeypatch):
     """Makes an engine on pretended servers: {url: its responses or errors in turn, the last one forever}."""
@@ -185,7 +175,6 @@ def test_requests_are_balanced(make_engine):
         ([{}], 3, "malformed response from SGLang"),
         ([TimeoutError(f"{A} was silent")], 1, "was silent"),
         ([RESTARTED], 1, f"{A} has weights that this run did not push; was it restarted?"),
-        ([ABORTED, ABORTED, RESPONSE], 3, ""),  # by the pushes of an old SGLang
     ],
 )
 def test_no_sample_is_lost_with_a_server(make_engine, responses, calls, failure):
@@ -208,15 +197,12 @@ def test_without_servers_the_error_says_why(make_engine):
         engine.push(iter([]))
 
 
-@pytest.mark.parametrize(
-    "response, calls", [(UserError("refused generate: too long"), 1), (ABORTED, 1 + extra.MAX_ABORTS)]
-)
-def test_what_one_server_refuses_is_not_asked_of_another(make_engine, monkeypatch, response, calls):
-    monkeypatch.setattr(extra, "RETRY_SECONDS", 0.0)
+@pytest.mark.parametrize("response", [UserError("refused generate: too long"), ABORTED])
+def test_what_one_server_refuses_is_not_asked_of_another(make_engine, response):
     engine = make_engine({A: [response], B: [response]})
     (error,) = generate(engine)
     assert isinstance(error, UserError) and "too long" in str(error)
-    assert len(engine.alive) == 2 and len(engine.calls) == calls
+    assert len(engine.alive) == 2 and len(engine.calls) == 1
 
 
 # ---- A push, with pretended servers ------------------------------------------------------
@@ -228,22 +214,15 @@ def push(engine: ServerEngine, monkeypatch) -> list[str]:
 
 
 def test_a_push_by_hand(make_engine, monkeypatch):
-    engine = make_engine({A: [{}], B: [{}]})
+    engine = make_engine({A: [{"success": True}], B: [{"success": True}]})
     update = "update_weights_from_distributed"
     expected = ["pause_generation", "begin_weight_update", update, update, "end_weight_update"]
-    expected += ["flush_cache", "continue_generation"]
-    assert push(engine, monkeypatch) == expected and engine.version == 1
+    assert push(engine, monkeypatch) == [*expected, "flush_cache", "continue_generation"]
     payloads = [payload for url, path, payload in engine.calls if url == A]
-    assert payloads[0] == {"mode": "retract"}
-    del payloads[3]["group_name"]
-    assert payloads[3] == {
-        "names": ["b"],
-        "shapes": [[4]],
-        "dtypes": ["bfloat16"],
-        "load_format": "flattened_bucket",
-        "flush_cache": False,
-        "weight_version": "1",
-    }
+    assert payloads[0] == {"mode": "retract"} and engine.version == 1
+    bucket = {"names": ["b"], "shapes": [[4]], "dtypes": ["bfloat16"], "weight_version": "1"}
+    bucket |= {"load_format": "flattened_bucket", "flush_cache": False, "group_name": "a group"}
+    assert payloads[3] == bucket
 
 
 def test_a_busy_server_is_flushed_later(make_engine, monkeypatch):
@@ -266,9 +245,8 @@ def test_a_server_that_dies_during_a_push_is_left_behind(make_engine, monkeypatc
 
 
 def test_a_server_that_refuses_a_push_ends_the_run(make_engine, monkeypatch):
-    engine = make_engine({A: [UserError(f"{A} refused pause_generation")]})
     with pytest.raises(UserError, match="refused pause_generation"):
-        push(engine, monkeypatch)
+        push(make_engine({A: [UserError(f"{A} refused pause_generation")]}), monkeypatch)
 
 
 # ---- The real SGLang ---------------------------------------------------------------------
