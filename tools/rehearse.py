@@ -1,6 +1,6 @@
 """Rehearse an update and a push on any number of GPUs, without one.
 
-    python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80] [--card H100] [--rank 0]
+    python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80] [--rank 0]
     python -m tools.rehearse --model Qwen/Qwen2.5-7B-Instruct --processes 8 --gpu_gb 80
 
 The real Actor, loss, optimizer step and push of train.py run as one rank of N, on tensors without data
@@ -10,9 +10,8 @@ for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SG
 numerics.
 
 It prints peaks of live memory beside those of tools.plan, collectives with their bytes, host synchronizations
-with file and line, FLOPs, the host's own time per micro-batch (measured with a model of the same depth but
-tiny widths on real tensors), and a modelled step time. The last one is a model, printed with its assumptions,
-not a measurement. The exit code is 1 if the run does not fit.
+with file and line, FLOPs, and the host's own time per micro-batch (measured with a model of the same depth
+but tiny widths on real tensors). The exit code is 1 if the run does not fit.
 """
 
 import logging
@@ -45,7 +44,6 @@ from torch.utils.flop_counter import flop_registry
 import train
 from extras import offload, variants
 from extras.compile import compile_layers
-from extras.monitor import forward_flops, peak_flops
 from recipes import lora
 from tools import plan
 from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
@@ -60,17 +58,6 @@ MESH_METHODS = (  # these compute with real tensors
     "__init__ size ndim shape get_rank get_coordinate get_local_rank get_group get_all_groups __getitem__ "
     "_get_slice_mesh_layout _flatten __hash__ __eq__ mesh"
 ).split()
-# Card -> bytes per second of its memory and of its link to the other cards of a machine, from data sheets.
-LINKS = {
-    "H100": (3.35e12, 450e9),
-    "H200": (4.8e12, 450e9),
-    "A100": (2.0e12, 300e9),
-    "L40S": (0.86e12, 32e9),
-    "L4": (0.3e12, 32e9),
-    "RTX 4090": (1.0e12, 32e9),
-}
-EFFICIENCY = 0.5  # share of the peak that matrix products reach; assumed
-LINK_EFFICIENCY = 0.7  # share of the link's data-sheet speed; assumed
 
 
 @dataclass
@@ -79,8 +66,6 @@ class RehearsalConfig(plan.PlanConfig):
 
     gpu_gb: float = flag(80, "memory of a GPU in GB (1e9 bytes)")
     rank: int = flag(0, "rank whose part is executed")
-    card: str = flag("H100", f"card for the modelled time: {', '.join(LINKS)}")
-    host: bool = flag(True, "measurement of the host's time per micro-batch")
 
 
 # ---- What is recorded ------------------------------------------------------------------------------------
@@ -282,51 +267,30 @@ def make_trainer(config: Config, mesh, vocab_size: int) -> Trainer:
     """A Trainer with an actor and, with --kl_coef, a reference, but no data, engine or log."""
     trainer_class, actor_class = (lora.LoRATrainer, lora.LoRAActor) if config.lora_rank else (Trainer, Actor)
     trainer = object.__new__(offload.extend(variants.extend(trainer_class)))
-    trainer.config = config
-    trainer.mesh = mesh
-    trainer.path = config.model
-    trainer.engine = SimpleNamespace(vocab_size=vocab_size)
-    trainer.reference = None
+    engine = SimpleNamespace(vocab_size=vocab_size)
+    vars(trainer).update(config=config, mesh=mesh, path=config.model, engine=engine)
     trainer.actor = actor_class(trainer.load_policy(), mesh, config)
     trainer.reference = trainer.load_policy() if config.kl_coef else None
     return trainer
 
 
-class Bucket:
+def flat_bucket(named_tensors: list) -> SimpleNamespace:
     """A stand-in for sglang's FlattenedTensorBucket: the same flat copy."""
-
-    def __init__(self, named_tensors: list):
-        self.flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
-
-    def get_flattened_tensor(self) -> torch.Tensor:
-        return self.flat
-
-    def get_metadata(self) -> list:
-        return []
-
-
-@contextmanager
-def fake_sglang():
-    """Modules with the names that SGLangEngine.push imports."""
-    names = ("utils", "utils.patch_torch", "weight_sync", "weight_sync.tensor_bucket")
-    modules = {f"sglang.srt.{name}": ModuleType(name) for name in names}
-    modules |= {"sglang": ModuleType("sglang"), "sglang.srt": ModuleType("sglang.srt")}
-    modules["sglang.srt.utils"].MultiprocessingSerializer = SimpleNamespace(serialize=lambda content: b"")
-    modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
-    modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = Bucket
-    with patch.dict(sys.modules, modules):
-        yield
+    flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
+    return SimpleNamespace(get_flattened_tensor=lambda: flat, get_metadata=list)
 
 
 def push(actor: Actor, mesh):
     """SGLangEngine.push, as a rank that does not talk to SGLang itself sees it."""
     engine = object.__new__(SGLangEngine)
-    engine.config = actor.config
-    engine.engine = None
-    engine.awake = False
-    engine.version = 0
-    engine.group = mesh["tp"].get_group()
-    with fake_sglang():
+    group = mesh["tp"].get_group()
+    vars(engine).update(config=actor.config, engine=None, awake=False, version=0, group=group)
+    names = ("", ".utils", ".utils.patch_torch", ".weight_sync", ".weight_sync.tensor_bucket")
+    modules = {f"sglang.srt{name}": ModuleType(name) for name in names} | {"sglang": ModuleType("sglang")}
+    modules["sglang.srt.utils"].MultiprocessingSerializer = SimpleNamespace(serialize=lambda content: b"")
+    modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
+    modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = flat_bucket
+    with patch.dict(sys.modules, modules):  # which push imports
         engine.push(actor.whole_weights())
 
 
@@ -396,38 +360,6 @@ def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> flo
     return statistics.median(times[WARM_UP:])
 
 
-def modelled(config: RehearsalConfig, model_config, update: dict, host: float, micro_batches: int) -> str:
-    """The seconds of a step on a card, from data sheets and assumptions; not measured."""
-    n = plan.sizes(config, model_config, config.processes)
-    peak = peak_flops(config.card)
-    memory, link = LINKS[config.card]
-    length = plan.longest(config)
-    samples = config.prompts_per_step * config.group_size / (config.processes // config.tp_size)  # per rank
-    tokens = samples * length
-    passes = math.ceil(tokens / max(config.tokens_per_micro_batch, length))
-    sent = sum(size for _, size in update["collectives"].values())
-    seconds = {
-        "compute": update["flops"] / micro_batches / (EFFICIENCY * peak),
-        "links": sent / micro_batches / (LINK_EFFICIENCY * link),
-        "host": host,
-    }
-    slowest = max(seconds, key=seconds.get)
-    updating = passes * seconds[slowest]
-    reads = n.s * n.whole + samples * length / 2 * 2 * n.s * n.keys * n.layers
-    rollout = config.max_new_tokens * max(reads / (EFFICIENCY * memory), 0.005)  # one token of every sample
-    step = rollout + updating + n.s * n.whole * n.tp / (LINK_EFFICIENCY * link)
-    useful = 3 * forward_flops(model_config, [LENGTH] * 8, 8 * (LENGTH - PROMPT)) / (8 * LENGTH) * tokens
-    mfu = useful / updating / config.tp_size / peak
-    parts = ", ".join(f"{name} {1e3 * time:.0f} ms" for name, time in seconds.items())
-    return (
-        f"A model, not a measurement, for {config.card}s: matrix products at {EFFICIENCY:.0%} of the peak, "
-        f"links at {LINK_EFFICIENCY:.0%},\nall completions as long as --max_new_tokens, nothing overlaps:\n"
-        f"  a pass: {parts}; bound by {slowest}; {passes} passes per step\n"
-        f"  a step: {step:.1f} s, of which rollout {rollout:.1f}, update {updating:.1f}; "
-        f"MFU of the update {mfu:.0%}"
-    )
-
-
 # ---- The command -----------------------------------------------------------------------------------------
 def planned(config: RehearsalConfig, model_config, is_whole: bool = False) -> dict[str, float]:
     """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
@@ -472,8 +404,6 @@ def read_flags(arguments: list[str]) -> RehearsalConfig:
     config = plan.read_flags(defaults + arguments, RehearsalConfig)
     if config.dtype != "bfloat16":
         raise UserError("--dtype must be bfloat16: packed attention on GPUs supports only 16 bits")
-    if config.card not in LINKS:
-        raise UserError(f"--card {config.card} is unknown; known are {', '.join(LINKS)}")
     if not 0 <= config.rank < config.processes:
         raise UserError(f"--rank {config.rank} is not among the {config.processes} processes")
     return config
@@ -493,10 +423,8 @@ def main():
     start = time.perf_counter()
     found = rehearse(config, model_config)
     print(report(config, model_config, found, time.perf_counter() - start))
-    host = host_seconds(config, model_config) if config.host else 0.0
     print(f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}")
-    print(f"host per micro-batch: {1e3 * host:.0f} ms, measured here\n")
-    print(modelled(config, model_config, found["update"], host, 2))
+    print(f"host per micro-batch: {1e3 * host_seconds(config, model_config):.0f} ms, measured here")
     if not plan.fits(config, model_config):
         way = plan.ways_out(config, model_config)[0]
         print(f"\nIt does not fit into {config.gpu_gb:g} GB. It would with {way}")
