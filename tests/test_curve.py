@@ -24,6 +24,7 @@ def run_of(folder, steps: int, logprob_diff: float = 1e-6):
     """A run's folder, with this many steps in metrics.jsonl."""
     folder.mkdir(exist_ok=True)
     records = [{"step": step, "reward": 0.5, "logprob_diff": logprob_diff} for step in range(steps)]
+    records += [{"step": steps, folder.name: 1.0}] if steps else []  # a metric that no other run has
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 

@@ -113,7 +113,7 @@ def test_hostile_programs_get_nothing_and_leave_nothing(copy, mode, as_stranger,
     "line, weaker_line, program",
     [
         ("env=environment,", "env=os.environ | environment,", "reads its environment"),
-        ("        refuse_calls()\n", "", "memory that no process holds"),
+        ("    refuse_calls()\n", "", "memory that no process holds"),
         ("        change_root(folder)\n", "        pass\n", "reads the checkpoint"),
         ("        resource.RLIMIT_FSIZE: FILE_SIZE,\n", "", "a large file"),
     ],
