@@ -10,7 +10,6 @@ Without matplotlib a run draws nothing.
 import argparse
 import itertools
 import json
-import sys
 from pathlib import Path
 
 # Panels: title, label of the y axis, metrics. "Reward" also shows eval_pass@k.
@@ -104,11 +103,7 @@ def main():
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
     parser.add_argument("--output", type=Path, default=Path("curve.png"), help="picture to write")
     flags = parser.parse_args()
-    try:
-        draw(flags.runs, flags.output)
-    except (ImportError, OSError) as error:
-        print(f"extras.curve: {error}", file=sys.stderr)
-        sys.exit(2)
+    draw(flags.runs, flags.output)
 
 
 if __name__ == "__main__":

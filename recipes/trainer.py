@@ -13,14 +13,8 @@ import torch.distributed as dist
 
 import train
 from extras.variants import set_weights
-from recipes.formulas import (
-    above_baseline,
-    normalize_batch,
-    number_units,
-    policy_loss,
-    token_returns,
-    trained,
-)
+from recipes.formulas import above_baseline, normalize_batch, number_units, policy_loss, token_returns
+from recipes.formulas import trained as trained_tokens
 from train import Batch, Sample, Trainer, call, pack, reduce_over
 
 
@@ -39,17 +33,16 @@ def store(samples: list[Sample], name: str, values: torch.Tensor):
 
 def column(batch, name: str) -> torch.Tensor:
     """A column of the trained tokens of a micro-batch, [N]; 0 in a filler."""
-    values = trained(batch.samples)[name].copy() if batch.samples else np.zeros(1)
+    values = trained_tokens(batch.samples)[name].copy() if batch.samples else np.zeros(1)
     return torch.from_numpy(values).to(batch.weights)
 
 
 def set_step_weights(samples: list[Sample], total: float):
     """Sets weights that count all steps the same, given the number of steps on all ranks."""
     for sample in samples:
-        counts = np.bincount(sample.tokens["turn"], sample.tokens["mask"])
-        sample.tokens["weight"] = sample.tokens["mask"] / (
-            total * np.maximum(counts, 1)[sample.tokens["turn"]]
-        )
+        turns, mask = sample.tokens["turn"], sample.tokens["mask"]
+        counts = np.maximum(np.bincount(turns, mask), 1)
+        sample.tokens["weight"] = mask / (total * counts[turns])
 
 
 def carries_signal(group: list[Sample]) -> bool:

@@ -21,14 +21,12 @@ def make_engine(folder: Path, tokenizer, max_new_tokens: int = 24, tp=(0, 1)) ->
     return LocalEngine(str(folder), tokenizer, mesh, config)
 
 
-def sample(engine: LocalEngine, requests: list, temperature: float = 1.0, **options) -> list[tuple]:
+def sample(engine: LocalEngine, requests: list, temperature: float = 1.0) -> list[tuple]:
     """The completions of (prompt, seed) pairs that are requested at once."""
 
     async def all_of_them():
-        waiting = []
-        for ids, seed in requests:
-            waiting.append(engine.generate(np.array(ids, np.int32), temperature, seed, **options))
-        return await asyncio.gather(*waiting)
+        pairs = [(np.array(ids, np.int32), seed) for ids, seed in requests]
+        return await asyncio.gather(*[engine.generate(ids, temperature, seed) for ids, seed in pairs])
 
     return engine.loop.run_until_complete(all_of_them())
 
@@ -127,12 +125,7 @@ def test_engine_keeps_no_graph(tmp_path, tokenizer):
     engine = make_engine(random_model(tmp_path), tokenizer, max_new_tokens=4)
     forward = engine.forward
     logits = []
-
-    def recorded(*arguments):
-        logits.append(forward(*arguments))
-        return logits[-1]
-
-    engine.forward = recorded
+    engine.forward = lambda *arguments: logits.append(forward(*arguments)) or logits[-1]
     sample(engine, [([1, 2, 3], 0)])
     assert logits and not any(of_token.requires_grad for of_token in logits)  # memory would grow per token
 

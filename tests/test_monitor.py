@@ -104,20 +104,10 @@ def said_of(rewards: list[list[float]], metrics=(), **flags) -> str:
     return remarks(dict(metrics), outcomes, SimpleNamespace(**vars(Config()) | flags))
 
 
-@pytest.mark.parametrize(
-    "metrics, options, more",
-    [
-        ({}, {}, ""),
-        ({"truncated": 0.3}, {}, ""),
-        ({"truncated": 0.5}, {}, " 50% of the completions were cut off: raise --max_new_tokens, "),
-        ({"clip_fraction": 0.2}, {}, ""),
-        ({"clip_fraction": 0.4}, {}, " 40% of the tokens were clipped: lower --lr or --updates_per_step."),
-        ({"clip_fraction": 0.4}, {"ratio": "sequence"}, ""),
-    ],
-)
-def test_what_is_said_of_metrics(metrics, options, more):
-    said = said_of([[1, 0]], metrics, **options)
-    assert said.startswith(MIXED + more) and (said == MIXED) == (not more)
+def test_truncated_completions_are_remarked_on():
+    assert said_of([[1, 0]], {"truncated": 0.3}) == said_of([[1, 0]]) == MIXED
+    said = said_of([[1, 0]], {"truncated": 0.5})
+    assert said.startswith(f"{MIXED} 50% of the completions were cut off: raise --max_new_tokens, ")
 
 
 def test_groups_with_a_signal_are_counted():

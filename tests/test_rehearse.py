@@ -92,13 +92,6 @@ def test_lora_by_hand(elsewhere):
     assert found["update: step"]["end"] == pytest.approx((2 * frozen + 12 * adapters) / 2, rel=0.01)
 
 
-@pytest.mark.slow
-def test_the_host_s_time_is_measured_with_compiled_layers(elsewhere):
-    small = Qwen2Config(**SMALL | {"vocab_size": 8192})
-    times = [elsewhere(rehearse.host_seconds, config_of(2, compile=flag), small) for flag in (False, True)]
-    assert all(0 < seconds < 10 for seconds in times)  # how much less is for bench/, not for a test
-
-
 def rehearse_with_waits() -> dict:
     """A rehearsal of a loss that waits for the GPU."""
     loss = Trainer.loss
@@ -136,16 +129,9 @@ def test_plan_agrees_with_the_rehearsal(elsewhere, processes, model_config, flag
     check_plan(config, model_config, elsewhere(rehearse.rehearse, config, model_config))
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--dtype float32", "--dtype must be bfloat16"),
-        ("--processes 2 --rank 2", "--rank 2 is not among the 2 processes"),
-    ],
-)
-def test_what_cannot_be_rehearsed_is_one_line(flags, said):
-    with pytest.raises(UserError, match=said):
-        rehearse.read_flags(flags.split())
+def test_what_cannot_be_rehearsed_is_one_line():
+    with pytest.raises(UserError, match="--dtype must be bfloat16"):
+        rehearse.read_flags(["--dtype", "float32"])
 
 
 def run_main() -> tuple[int, str]:
@@ -159,7 +145,7 @@ def run_main() -> tuple[int, str]:
 
 def test_a_run_that_does_not_fit_ends_with_what_to_change(elsewhere):
     code, printed = elsewhere(run_main)
-    assert code == 1 and "update " in printed and "host per micro-batch: " in printed
+    assert code == 1 and "update " in printed and "FLOPs of a micro-batch: " in printed
     assert printed.splitlines()[-1].startswith("It does not fit into 12 GB. It would with --")
 
 

@@ -21,9 +21,7 @@ READY = os.geteuid() == 0 and shutil.which("ip") and shutil.which("unshare")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not READY, reason="needs root, ip and unshare")]
 FLAGS = "--dp_replicate 2 --prompts_per_step 8 --group_size 4 --max_new_tokens 32 --eval_every 2 "
 FLAGS += "--eval_data assets/countdown/test.jsonl:train[:8] "
-FLAGS += (
-    "--token_groups 8"  # samples with details stay where they are: only ranks of one machine share others
-)
+FLAGS += "--token_groups 8"  # samples with details stay: only ranks of one machine share others
 COMMANDS = re.findall(r"^(GLOO.*) --dp_replicate 2$", (HERE / "docs/operations.md").read_text(), re.MULTILINE)
 HOST = """
 hostname {name}

@@ -1,22 +1,20 @@
 """Rehearse an update and a push on any number of GPUs, without one.
 
-    python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80] [--rank 0]
+    python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80]
     python -m tools.rehearse --model Qwen/Qwen2.5-7B-Instruct --processes 8 --gpu_gb 80
 
-The real Actor, loss, optimizer step and push of train.py run as one rank of N, on tensors without data
+The real Actor, loss, optimizer step and push of train.py run as the first of N ranks, on tensors without data
 (FakeTensorMode) and with a process group that sends nothing ("fake"), from config.json alone: no weights, no
 GPU, a few minutes and about 2 GB of memory for any model. Every allocation, collective and wait of the host
 for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SGLang's own processes,
 numerics.
 
 It prints peaks of live memory beside those of tools.plan, collectives with their bytes, host synchronizations
-with file and line, FLOPs, and the host's own time per micro-batch (measured with a model of the same depth
-but tiny widths on real tensors). The exit code is 1 if the run does not fit.
+with file and line, and FLOPs. The exit code is 1 if the run does not fit.
 """
 
 import logging
 import math
-import statistics
 import sys
 import time
 import traceback
@@ -43,7 +41,6 @@ from torch.utils.flop_counter import flop_registry
 
 import train
 from extras import offload, variants
-from extras.compile import compile_layers
 from recipes import lora
 from tools import plan
 from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
@@ -51,7 +48,6 @@ from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
 PROMPT = 128  # of these, tokens of the prompt
-WARM_UP = 2  # passes that are not timed; the first one compiles
 ROUNDING = 512  # bytes that CUDA's caching allocator rounds up to
 COMMUNICATION = ("c10d", "_c10d_functional")
 MESH_METHODS = (  # these compute with real tensors
@@ -65,7 +61,6 @@ class RehearsalConfig(plan.PlanConfig):
     """The flags of train.py and tools.plan, and what to rehearse."""
 
     gpu_gb: float = flag(80, "memory of a GPU in GB (1e9 bytes)")
-    rank: int = flag(0, "rank whose part is executed")
 
 
 # ---- What is recorded ------------------------------------------------------------------------------------
@@ -175,11 +170,11 @@ def outside_of_fake(function):
 
 @contextmanager
 def fake_processes(config: RehearsalConfig, model_config):
-    """Makes this process one rank of many; the others exist in name only.
+    """Makes this process the first rank of many; the others exist in name only.
 
     Yields the mesh, and the config for a CPU, where fake tensors stand for a GPU's, with a folder as --model.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=config.rank, world_size=config.processes)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.processes)
     try:
         with TemporaryDirectory() as folder, patch.object(dist, "init_process_group"):  # that of train.py
             model_config.save_pretrained(folder)
@@ -331,35 +326,6 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
     return found
 
 
-def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> float:
-    """Median seconds of a forward and backward pass of a model as deep as this one, but with tiny widths.
-
-    What is left is Python, autograd and dispatch: the host's share, which a GPU waits for if it is faster.
-    """
-    heads = config.tp_size * 2
-    tiny = {"hidden_size": 8 * heads, "intermediate_size": 8 * heads, "vocab_size": 64 * heads}
-    tiny |= {"num_attention_heads": heads, "num_key_value_heads": config.tp_size, "head_dim": 8}
-    small = type(model_config)(**model_config.to_dict() | tiny)
-    sample = make_samples(replace(config, tokens_per_micro_batch=0), 1, small.vocab_size)[0]
-    sample.tokens = sample.tokens[PROMPT - 2 : PROMPT + 6]
-    times = []
-    with fake_processes(config, small) as (mesh, on_cpu):
-        with patch.object(train.dcp, "load"):
-            trainer = make_trainer(on_cpu, mesh, small.vocab_size)
-        for parameter in trainer.actor.parameters.values():
-            torch.nn.init.normal_(parameter.to_local(), std=0.02)
-        if config.compile:
-            compile_layers(trainer.actor.model)
-        batch = train.Batch([sample], "cpu")
-        for _ in range(WARM_UP + repeats):
-            start = time.perf_counter()
-            loss, _ = trainer.forward(batch)
-            loss.backward()
-            times.append(time.perf_counter() - start)
-            trainer.actor.optimizer.zero_grad()
-    return statistics.median(times[WARM_UP:])
-
-
 # ---- The command -----------------------------------------------------------------------------------------
 def planned(config: RehearsalConfig, model_config, is_whole: bool = False) -> dict[str, float]:
     """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
@@ -380,7 +346,7 @@ def report(config: RehearsalConfig, model_config, found: dict, seconds: float) -
     whole = planned(config, model_config, is_whole=True)
     own = planned(config, model_config)
     lines = [
-        f"{config.model} as rank {config.rank} of {config.processes}, tp {config.tp_size}, {config.dtype}, "
+        f"{config.model} as one of {config.processes} ranks, tp {config.tp_size}, {config.dtype}, "
         f"{config.tokens_per_micro_batch} tokens per pass; rehearsed in {seconds:.0f} s",
         "",
         "peak of live memory     rehearsed    planned   with SGLang and reserves",
@@ -404,8 +370,6 @@ def read_flags(arguments: list[str]) -> RehearsalConfig:
     config = plan.read_flags(defaults + arguments, RehearsalConfig)
     if config.dtype != "bfloat16":
         raise UserError("--dtype must be bfloat16: packed attention on GPUs supports only 16 bits")
-    if not 0 <= config.rank < config.processes:
-        raise UserError(f"--rank {config.rank} is not among the {config.processes} processes")
     return config
 
 
@@ -424,7 +388,6 @@ def main():
     found = rehearse(config, model_config)
     print(report(config, model_config, found, time.perf_counter() - start))
     print(f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}")
-    print(f"host per micro-batch: {1e3 * host_seconds(config, model_config):.0f} ms, measured here")
     if not plan.fits(config, model_config):
         way = plan.ways_out(config, model_config)[0]
         print(f"\nIt does not fit into {config.gpu_gb:g} GB. It would with {way}")
