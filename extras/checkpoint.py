@@ -220,9 +220,7 @@ def read_state(checkpoint: Path) -> dict:
             if found != size:
                 raise ValueError(f"{name} has {found} bytes instead of {size}")
     except DAMAGE as error:
-        others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
-        hint = f"; {others[-1]} may be intact" if others else ""
-        raise UserError(f"--resume {checkpoint} is damaged: {reason(error)}{hint}") from error
+        raise UserError(f"--resume {checkpoint} is damaged: {reason(error)}; try an older one") from error
     return state
 
 

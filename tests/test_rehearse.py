@@ -27,8 +27,8 @@ LAYER = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 *
 ROOT = 151936 * 896 + 896  # and in what is outside of its layers
 
 
-def config_of(processes: int, **flags) -> rehearse.RehearsalConfig:
-    return rehearse.RehearsalConfig(processes=processes, **FLAGS | flags)
+def config_of(processes: int, **flags) -> plan.PlanConfig:
+    return plan.PlanConfig(processes=processes, gpu_gb=80, **FLAGS | flags)
 
 
 def check_plan(config, model_config, found: dict):
@@ -145,7 +145,7 @@ def run_main() -> tuple[int, str]:
 
 def test_a_run_that_does_not_fit_ends_with_what_to_change(elsewhere):
     code, printed = elsewhere(run_main)
-    assert code == 1 and "update " in printed and "FLOPs of a micro-batch: " in printed
+    assert code == 1 and "update " in printed and "1 x train.py:" in printed
     assert printed.splitlines()[-1].startswith("It does not fit into 12 GB. It would with --")
 
 

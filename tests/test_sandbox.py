@@ -75,6 +75,7 @@ ESSENTIAL = [  # at least one program per kind of protection
     "memory bomb of several processes",
     "memory that no process holds",
     "endless errors",
+    "a large file",
     "deaf to signals",
     "a grandchild that holds the output open",
     "kills",

@@ -81,10 +81,9 @@ def running(name: str, folder: Path, command: str):
 @contextmanager
 def both(names: list[str], scratch: Path, flags: str):
     """The commands of docs/operations.md for two machines, a process each."""
-    assert len(COMMANDS) == 2
-    commands = [f"{command} {flags}" for command in COMMANDS]
-    with running(names[0], scratch / "first", commands[0]) as first:
-        with running(names[1], scratch / "second", commands[1]) as second:
+    one, other = (f"{command} {flags}" for command in COMMANDS)
+    with running(names[0], scratch / "first", one) as first:
+        with running(names[1], scratch / "second", other) as second:
             yield first, second
 
 

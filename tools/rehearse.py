@@ -10,7 +10,7 @@ for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SG
 numerics.
 
 It prints peaks of live memory beside those of tools.plan, collectives with their bytes, host synchronizations
-with file and line, and FLOPs. The exit code is 1 if the run does not fit.
+with file and line. The exit code is 1 if the run does not fit.
 """
 
 import logging
@@ -21,7 +21,7 @@ import traceback
 import weakref
 from collections import Counter, defaultdict
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -37,13 +37,13 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 import train
 from extras import offload, variants
 from recipes import lora
 from tools import plan
-from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
+from tools.plan import PlanConfig
+from train import Actor, Sample, SGLangEngine, Trainer, UserError
 
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
@@ -56,23 +56,15 @@ MESH_METHODS = (  # these compute with real tensors
 ).split()
 
 
-@dataclass
-class RehearsalConfig(plan.PlanConfig):
-    """The flags of train.py and tools.plan, and what to rehearse."""
-
-    gpu_gb: float = flag(80, "memory of a GPU in GB (1e9 bytes)")
-
-
 # ---- What is recorded ------------------------------------------------------------------------------------
 class Recorder(TorchDispatchMode):
-    """Live bytes, collectives, FLOPs and host synchronizations of everything that runs under it."""
+    """Live bytes, collectives and host synchronizations of everything that runs under it."""
 
     def __init__(self):
         super().__init__()
         self.sizes = {}  # bytes of each live storage
         self.now = 0
         self.peak = 0
-        self.flops = 0
         self.collectives = defaultdict(lambda: [0, 0])  # name -> count, bytes
         self.syncs = Counter()  # "file:line code" -> count
 
@@ -87,8 +79,6 @@ class Recorder(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
                 self.add(tensor.untyped_storage())
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         if func.namespace in COMMUNICATION:
             self.count_collective(func, args, out)
         return out
@@ -123,26 +113,11 @@ class Recorder(TorchDispatchMode):
         self.sizes[key] = size
         self.peak = max(self.peak, self.now)
 
-    @contextmanager
-    def resizes(self):
-        """Also sees storages that FSDP frees and fills again."""
-        original = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):
-            out = original(storage, size)
-            if storage._cdata in self.sizes:
-                self.resize(storage._cdata, storage.nbytes())
-            return out
-
-        with patch.object(torch.UntypedStorage, "resize_", resize_):
-            yield
-
     def phase(self) -> dict:
         """What was recorded since the last call."""
-        found = {"peak": self.peak, "end": self.now, "flops": self.flops, "syncs": dict(self.syncs)}
+        found = {"peak": self.peak, "end": self.now, "syncs": dict(self.syncs)}
         found["collectives"] = {name: tuple(entry) for name, entry in self.collectives.items()}
         self.peak = self.now
-        self.flops = 0
         self.collectives.clear()
         self.syncs.clear()
         return found
@@ -158,18 +133,8 @@ def innermost_line() -> tuple[str, str]:
 
 
 # ---- A machine that is not there -------------------------------------------------------------------------
-def outside_of_fake(function):
-    """A function that computes with real tensors although a FakeTensorMode is active."""
-
-    def call(*args, **options):
-        with unset_fake_temporarily():
-            return function(*args, **options)
-
-    return call
-
-
 @contextmanager
-def fake_processes(config: RehearsalConfig, model_config):
+def fake_processes(config: PlanConfig, model_config):
     """Makes this process the first rank of many; the others exist in name only.
 
     Yields the mesh, and the config for a CPU, where fake tensors stand for a GPU's, with a folder as --model.
@@ -207,14 +172,22 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
         if local.is_meta:
             parameter._sharded_param_data = local.view(-1)
 
+    def resized(storage, size):  # FSDP frees storages and fills them again
+        out = resize(storage, size)
+        if storage._cdata in recorder.sizes:
+            recorder.resize(storage._cdata, storage.nbytes())
+        return out
+
     def wait_once(tensor):
         recorder.count_wait()
         return np.ones(tuple(tensor.shape), int if tensor.dtype == torch.int32 else float).tolist()
 
+    outside_of_fake = unset_fake_temporarily()  # decorates what computes with real tensors all the same
     model_class = train.AutoModelForCausalLM
     propagator = torch.distributed.tensor._sharding_prop.ShardingPropagator
     propagate = propagator._propagate_tensor_meta_non_cached
     reset = FSDPParam.reset_sharded_param
+    resize = torch.UntypedStorage.resize_
     with ExitStack() as stack:
         for name in MESH_METHODS:
             method = getattr(DeviceMesh, name, None)
@@ -232,9 +205,9 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
             (offload, "AWAY", "meta"),  # because "cpu" stands for the GPU
             (FSDPParam, "reset_sharded_param", forget),
             (FakeTensor, "tolist", wait_once),
+            (torch.UntypedStorage, "resize_", resized),
         ):
             stack.enter_context(patch.object(owner, name, substitute))
-        stack.enter_context(recorder.resizes())
         stack.enter_context(mode)
         stack.enter_context(recorder)
         yield
@@ -247,10 +220,10 @@ def fake_batch(batch, mode: FakeTensorMode):
     return SimpleNamespace(**values | tensors)
 
 
-def make_samples(config: Config, micro_batches: int, vocab_size: int) -> list[Sample]:
-    """Samples of LENGTH tokens that fill micro-batches of one rank."""
+def make_samples(config: PlanConfig, vocab_size: int) -> list[Sample]:
+    """Samples of LENGTH tokens that fill two micro-batches of one rank."""
     samples = []
-    for i in range(micro_batches * max(1, config.tokens_per_micro_batch // LENGTH)):
+    for i in range(2 * max(1, config.tokens_per_micro_batch // LENGTH)):
         sample = Sample([], {}, key=(i, 0))
         sample.append([i % vocab_size] * PROMPT)
         sample.append([i % vocab_size] * (LENGTH - PROMPT), mask=1, advantage=1.0, logprob=-1.0)
@@ -258,7 +231,7 @@ def make_samples(config: Config, micro_batches: int, vocab_size: int) -> list[Sa
     return samples
 
 
-def make_trainer(config: Config, mesh, vocab_size: int) -> Trainer:
+def make_trainer(config: PlanConfig, mesh, vocab_size: int) -> Trainer:
     """A Trainer with an actor and, with --kl_coef, a reference, but no data, engine or log."""
     trainer_class, actor_class = (lora.LoRATrainer, lora.LoRAActor) if config.lora_rank else (Trainer, Actor)
     trainer = object.__new__(offload.extend(variants.extend(trainer_class)))
@@ -290,13 +263,13 @@ def push(actor: Actor, mesh):
 
 
 # ---- The rehearsal ---------------------------------------------------------------------------------------
-def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> dict[str, dict]:
+def rehearse(config: PlanConfig, model_config) -> dict[str, dict]:
     """Executes the build, two updates and a push. Returns what Recorder.phase tells of each."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder()
     found = {}
     with fake_processes(config, model_config) as (mesh, on_cpu):
-        samples = make_samples(config, micro_batches, model_config.vocab_size)
+        samples = make_samples(config, model_config.vocab_size)
         with fake_machine(recorder, mode):
             trainer = make_trainer(on_cpu, mesh, model_config.vocab_size)
             found["build"] = recorder.phase()
@@ -327,7 +300,7 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
 
 
 # ---- The command -----------------------------------------------------------------------------------------
-def planned(config: RehearsalConfig, model_config, is_whole: bool = False) -> dict[str, float]:
+def planned(config: PlanConfig, model_config, is_whole: bool = False) -> dict[str, float]:
     """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
     left_out = () if is_whole else ("engine", "reserve")
     # Where operations are recorded, autograd adds up gradients out of place: one more number per logit.
@@ -341,33 +314,30 @@ def planned(config: RehearsalConfig, model_config, is_whole: bool = False) -> di
     return peaks
 
 
-def report(config: RehearsalConfig, model_config, found: dict, seconds: float) -> str:
-    """The text that the command prints."""
+def report(config: PlanConfig, model_config, found: dict, seconds: float):
+    """Prints what was found."""
     whole = planned(config, model_config, is_whole=True)
     own = planned(config, model_config)
-    lines = [
+    print(
         f"{config.model} as one of {config.processes} ranks, tp {config.tp_size}, {config.dtype}, "
-        f"{config.tokens_per_micro_batch} tokens per pass; rehearsed in {seconds:.0f} s",
-        "",
-        "peak of live memory     rehearsed    planned   with SGLang and reserves",
-    ]
+        f"{config.tokens_per_micro_batch} tokens per pass; rehearsed in {seconds:.0f} s\n"
+    )
+    print("peak of live memory     rehearsed    planned   with SGLang and reserves")
     for name in own:
         sizes = [found[name]["peak"] / 1e9, own[name] / 1e9, whole[name] / 1e9]
-        lines.append("{:22}{:8.2f} GB{:8.2f} GB{:12.2f} GB".format(name, *sizes))
-    for name in ("update", "push"):
-        lines += ["", f"collectives of the {name} ({2 if name == 'update' else 1} times):"]
+        print("{:22}{:8.2f} GB{:8.2f} GB{:12.2f} GB".format(name, *sizes))
+    for name, times in (("update", 2), ("push", 1)):
+        print(f"\ncollectives of the {name} ({times} times):")
         for kind, (count, size) in sorted(found[name]["collectives"].items()):
-            lines.append(f"  {kind:24}{count:7} calls {size / 1e9:10.2f} GB")
-    lines += ["", "the host waits for the GPU (two micro-batches, one optimizer step):"]
-    waits = Counter(found["update"]["syncs"]) + Counter(found["update: step"]["syncs"])
-    lines += [f"  {count:4} x {line}" for line, count in waits.items()]
-    return "\n".join(lines)
+            print(f"  {kind:24}{count:7} calls {size / 1e9:10.2f} GB")
+    print("\nthe host waits for the GPU (two micro-batches, one optimizer step):")
+    for line, count in (found["update"]["syncs"] | found["update: step"]["syncs"]).items():
+        print(f"  {count:4} x {line}")
 
 
-def read_flags(arguments: list[str]) -> RehearsalConfig:
+def read_flags(arguments: list[str]) -> PlanConfig:
     """Flags to a config, as on a machine with GPUs. Raises UserError for what cannot be rehearsed."""
-    defaults = ["--gpu_gb=80", f"--model={Config.model}"]
-    config = plan.read_flags(defaults + arguments, RehearsalConfig)
+    config = plan.read_flags(["--gpu_gb=80", *arguments])
     if config.dtype != "bfloat16":
         raise UserError("--dtype must be bfloat16: packed attention on GPUs supports only 16 bits")
     return config
@@ -386,8 +356,7 @@ def main():
     torch.set_num_threads(1)
     start = time.perf_counter()
     found = rehearse(config, model_config)
-    print(report(config, model_config, found, time.perf_counter() - start))
-    print(f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}")
+    report(config, model_config, found, time.perf_counter() - start)
     if not plan.fits(config, model_config):
         way = plan.ways_out(config, model_config)[0]
         print(f"\nIt does not fit into {config.gpu_gb:g} GB. It would with {way}")
