@@ -218,9 +218,4 @@ def extend(trainer_class: type) -> type:
             if found:
                 tqdm.write(f"step {step} | {found}")
 
-        def fit(self):
-            super().fit()
-            if RANK == 0:
-                tqdm.write(f"Done: {self.folder}/model; python -m tools.view {self.folder} shows the samples")
-
     return MonitoredTrainer
