@@ -108,10 +108,10 @@ def extend(trainer_class: type) -> type:
     class MonitoredTrainer(trainer_class):
         def __init__(self, config, *arguments):
             self.seconds = Counter()  # by phase of a step, on this rank
-            self.clear()
+            self.forget_update()
             super().__init__(config, *arguments)
 
-        def clear(self):
+        def forget_update(self):
             """Forgets the update of an earlier step."""
             self.gaps = []  # largest differences of log-probs, by micro-batch
             self.tokens = 0  # in this rank's update of the step
@@ -151,7 +151,7 @@ def extend(trainer_class: type) -> type:
 
         def learn(self, samples: list) -> dict[str, float]:
             """The update. Backward passes begin with the first `forward`, after all other log-probs."""
-            self.clear()
+            self.forget_update()
             start = time.perf_counter()
             metrics = super().learn(samples)
             end = time.perf_counter()
