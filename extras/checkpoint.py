@@ -119,33 +119,18 @@ class Lock:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            self.file.seek(0)
-            holder = self.file.read().strip() or "unknown"
-            self.file.close()
-            raise UserError(
-                f"--output_dir {folder} is in use by process {holder}; wait for its end"
-            ) from error
+            used = f"is in use by process {(folder / 'lock').read_text()}; wait for its end"
+            raise UserError(f"--output_dir {folder} {used}") from error
         except OSError as error:
             tqdm.write(f"{folder} has no lock against a second process: {error.strerror}")
-        self.file.seek(0)
-        self.unfinished = self.file.read()  # the last holder, unless it finished
-        self.write(f"{os.getpid()} on {socket.gethostname()}")
+        self.file.truncate(0)
+        self.file.write(f"{os.getpid()} on {socket.gethostname()}")
+        self.file.flush()
         os.register_at_fork(after_in_child=self.file.close)  # or a child would keep the lock after we exit
 
-    def write(self, text: str):
-        self.file.truncate(0)
-        self.file.write(text)
-        self.file.flush()
-
     def release(self):
-        """Releases the lock of a run that has finished."""
-        self.write("")
-        self.file.close()
-
-    def undo(self):
-        """Releases the lock of a run that did not begin, and leaves the folder as it was."""
-        self.write(self.unfinished)
-        if [path.name for path in self.folder.iterdir()] == ["lock"]:
+        """Releases the lock, and removes the folder if the run has left nothing in it."""
+        if os.listdir(self.folder) == ["lock"]:
             shutil.rmtree(self.folder)
         self.file.close()
 
@@ -160,15 +145,15 @@ def claim_run(config) -> tuple[Lock, Path | None]:
     run = Path(config.output_dir or parent or time.strftime(train.FOLDER))
     lock = Lock(run)
     try:
-        check_free(run, checkpoint, config.resume == "auto", bool(lock.unfinished))
+        check_free(run, checkpoint, config.resume == "auto")
     except UserError:
-        lock.undo()
+        lock.release()
         raise
     config.output_dir = str(run)
     return lock, checkpoint
 
 
-def check_free(run: Path, checkpoint: Path | None, is_auto: bool, unfinished: bool):
+def check_free(run: Path, checkpoint: Path | None, is_auto: bool):
     """Raises UserError where a run, or later steps of it, would be lost; the caller has locked the folder."""
     newest = checkpoints(run)[-1:]
     if checkpoint and run.resolve() == checkpoint.resolve().parent:
@@ -178,8 +163,7 @@ def check_free(run: Path, checkpoint: Path | None, is_auto: bool, unfinished: bo
                 "another --output_dir to branch off"
             )
     elif (run / LOGS[0]).exists():
-        has_started = unfinished or not (run / "model").exists()  # such a run may be restarted
-        if newest or not is_auto or not has_started:
+        if newest or not is_auto or (run / "model").exists():  # without either it may be restarted
             raise UserError(f"--output_dir {run} already holds a run; set another folder, or remove that one")
     elif (run / "model").exists():
         raise UserError(f"--output_dir {run} has a folder model, which the export would replace; set another")
@@ -204,9 +188,8 @@ def named_tensors(actors: dict[str, Actor]) -> dict[str, torch.Tensor]:
         for name, weight in actor.parameters.items():
             state = actor.optimizer.state[weight]
             if not state:
-                state["step"] = torch.zeros((), device=weight.device)
-                state["exp_avg"] = torch.zeros_like(weight)
-                state["exp_avg_sq"] = torch.zeros_like(weight)
+                moments = {kind: torch.zeros_like(weight) for kind in ("exp_avg", "exp_avg_sq")}
+                state.update(moments, step=torch.zeros((), device=weight.device))
             tensors[f"{owner}.weight.{name}"] = weight.detach()
             tensors[f"{owner}.exp_avg.{name}"] = state["exp_avg"]
             tensors[f"{owner}.exp_avg_sq.{name}"] = state["exp_avg_sq"]
@@ -216,8 +199,8 @@ def named_tensors(actors: dict[str, Actor]) -> dict[str, torch.Tensor]:
 def random_states() -> dict:
     """The global generators, which a reward function may use; training itself draws from none of them."""
     kind, keys, *rest = np.random.get_state()
-    states = {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
-    return states | {"torch": torch.get_rng_state().tolist()}
+    numbers = [kind, keys.tolist(), *rest]
+    return {"python": random.getstate(), "numpy": numbers, "torch": torch.get_rng_state().tolist()}
 
 
 def set_random_states(states: dict):
@@ -237,9 +220,7 @@ def read_state(checkpoint: Path) -> dict:
             if found != size:
                 raise ValueError(f"{name} has {found} bytes instead of {size}")
     except DAMAGE as error:
-        others = [path for path in checkpoints(checkpoint.parent) if path.name != checkpoint.name]
-        hint = f"; {others[-1]} may be intact" if others else ""
-        raise UserError(f"--resume {checkpoint} is damaged: {reason(error)}{hint}") from error
+        raise UserError(f"--resume {checkpoint} is damaged: {reason(error)}; try an older one") from error
     return state
 
 
@@ -320,17 +301,13 @@ def load_checkpoint(checkpoint: Path, state: dict, actors: dict[str, Actor]):
         updates = state["updates"][owner]
         for weight in actor.parameters.values():
             actor.optimizer.state[weight]["step"].fill_(updates)
-        set_schedule(actor, updates)
+        scheduler = actor.scheduler
+        scheduler.last_epoch = updates
+        groups = zip(actor.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas)
+        for group, peak, factor in groups:  # by the flags given now
+            group["lr"] = peak * factor(updates)
     if len(state["random"]) == dist.get_world_size():
         set_random_states(state["random"][dist.get_rank()])
-
-
-def set_schedule(actor: Actor, updates: int):
-    """Sets the learning rate for this number of past updates, by the flags given now."""
-    scheduler = actor.scheduler
-    scheduler.last_epoch = updates
-    for group, peak, factor in zip(actor.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas):
-        group["lr"] = peak * factor(updates)
 
 
 def restore_logs(older: Path, run: Path, lengths: dict[str, int]):
@@ -345,9 +322,7 @@ def restore_logs(older: Path, run: Path, lengths: dict[str, int]):
             continue
         size = source.stat().st_size if source.exists() else 0
         if size < lengths[name]:
-            raise UserError(
-                f"{source} has {size} bytes, less than the {lengths[name]} when its checkpoint was saved"
-            )
+            raise UserError(f"{source} has {size} bytes, less than the {lengths[name]} of its checkpoint")
         if source.resolve() != path.resolve():
             shutil.copy(source, path)
         os.truncate(path, lengths[name])
@@ -379,11 +354,11 @@ class Stop:
             signal.signal(number, self.handle)
 
     def handle(self, number: int, frame):
-        if self.signal and time.monotonic() - self.time > self.grace:
-            os._exit(128 + number)
         if not self.signal:
             self.signal = number
             self.time = time.monotonic()
+        elif time.monotonic() - self.time > self.grace:
+            os._exit(128 + number)
         if self.dropping:
             for task in list(self.episodes):
                 task.get_loop().call_soon_threadsafe(task.cancel)
@@ -443,7 +418,7 @@ class Resumable:
             super().__init__(config, *arguments)
         except BaseException:
             if self.lock:
-                self.lock.undo()
+                self.lock.release()
             raise
         settled = [config.output_dir, self.claimed]
         dist.broadcast_object_list(settled)
@@ -510,16 +485,15 @@ class Resumable:
         try:
             super().fit()
         except Stopped as stopped:
-            if self.saved_state is None:
-                message = f"{stopped}: ended before the first step; nothing was saved"
-            else:
+            message = f"{stopped}: ended before the first step; nothing was saved"
+            if self.saved_state:
                 self.save_checkpoint()
                 step = self.saved_state["step"]
                 message = f"{stopped}: ended after step {step}; --resume {self.folder} continues from there"
             self.engine.close()
             if train.RANK == 0:
                 tqdm.write(message)
-        if train.RANK == 0:
+        if self.lock:
             self.lock.release()
 
     def write(self, step: int, *arguments):

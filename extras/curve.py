@@ -10,7 +10,6 @@ Without matplotlib a run draws nothing.
 import argparse
 import itertools
 import json
-import sys
 from pathlib import Path
 
 # Panels: title, label of the y axis, metrics. "Reward" also shows eval_pass@k.
@@ -45,8 +44,7 @@ def draw(runs: list[Path], output: Path):
     from matplotlib.figure import Figure  # not pyplot: no window, no global state
 
     histories = {str(run): read(run) for run in runs}
-    names = {name for history in histories.values() for record in history for name in record}
-    panels = panels_of(names)
+    panels = panels_of({name for history in histories.values() for record in history for name in record})
     if not panels:
         return
     figure = Figure(figsize=(4.2 * len(panels), 3.4), layout="constrained")
@@ -54,12 +52,10 @@ def draw(runs: list[Path], output: Path):
     for axes, (title, label, metrics) in zip(all_axes, panels):
         for (run, history), style in zip(histories.items(), itertools.cycle(STYLES)):
             for i, name in enumerate(metrics):
-                points = [(record["step"], record[name]) for record in history if name in record]
+                points = {record["step"]: record[name] for record in history if name in record}
                 marker = "." if len(points) < 3 else ""
                 legend = f"{run}: {name}" if len(histories) > 1 else name
-                steps = [step for step, _ in points]
-                values = [value for _, value in points]
-                axes.plot(steps, values, style, color=f"C{i}", label=legend, marker=marker)
+                axes.plot([*points], [*points.values()], style, color=f"C{i}", label=legend, marker=marker)
         axes.set(title=title, xlabel="training step", ylabel=label)
         axes.set_yscale("log" if "logprob_diff" in metrics and axes.dataLim.ymax > 0 else "linear")
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -82,16 +78,6 @@ def panels_of(names: set[str]) -> list[tuple[str, str, list[str]]]:
     return panels
 
 
-def draw_at_end(folder: Path):
-    """Draws curve.png of the run in `folder`; a run never fails because its curve cannot be drawn."""
-    try:
-        draw([folder], folder / "curve.png")
-    except ImportError:  # without matplotlib
-        pass
-    except Exception as error:
-        print(f"curve.png was not drawn: {type(error).__name__}: {error}", flush=True)
-
-
 def extend(trainer_class: type) -> type:
     """A trainer that draws its curve."""
     from train import RANK  # not above: the command needs no torch
@@ -99,8 +85,13 @@ def extend(trainer_class: type) -> type:
     class DrawingTrainer(trainer_class):
         def fit(self):
             super().fit()
-            if RANK == 0:
-                draw_at_end(self.folder)
+            try:
+                if RANK == 0:
+                    draw([self.folder], self.folder / "curve.png")
+            except ImportError:  # without matplotlib
+                pass
+            except Exception as error:  # the run has not failed
+                print(f"curve.png was not drawn: {type(error).__name__}: {error}", flush=True)
 
     return DrawingTrainer
 
@@ -112,11 +103,7 @@ def main():
     parser.add_argument("runs", nargs="+", type=Path, help="output folders of train.py")
     parser.add_argument("--output", type=Path, default=Path("curve.png"), help="picture to write")
     flags = parser.parse_args()
-    try:
-        draw(flags.runs, flags.output)
-    except (ImportError, OSError) as error:
-        print(f"extras.curve: {error}", file=sys.stderr)
-        sys.exit(2)
+    draw(flags.runs, flags.output)
 
 
 if __name__ == "__main__":

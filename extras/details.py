@@ -8,7 +8,6 @@ and the log-prob difference: a list [N], or one number if all are the same.
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 from train import RANK, flag
@@ -34,12 +33,6 @@ def token_details(tokens: np.ndarray, statistics: dict[str, np.ndarray]) -> dict
             same = (values == values[0]).all()
             details[name] = values[0].item() if same else values.tolist()
     return details
-
-
-def by_sample(batch, values: torch.Tensor) -> list[np.ndarray]:
-    """Statistics [N] of a micro-batch, divided into those of its samples."""
-    lengths = [int(sample.tokens["mask"].sum()) for sample in batch.samples]
-    return [part.numpy() for part in values.float().cpu().split(lengths)]
 
 
 def marked(tokens: np.ndarray, tokenizer) -> str:
@@ -77,9 +70,10 @@ def extend(trainer_class: type) -> type:
             metrics = super().learn(samples)
             self.statistics = {}
             for batch, stats in self.passes:
+                lengths = [int(sample.tokens["mask"].sum()) for sample in batch.samples]
                 for name, values in stats.items():
-                    for sample, part in zip(batch.samples, by_sample(batch, values)):
-                        self.statistics.setdefault(sample.key, {})[name] = part
+                    for sample, part in zip(batch.samples, values.float().cpu().split(lengths)):
+                        self.statistics.setdefault(sample.key, {})[name] = part.numpy()
             self.passes.clear()
             return metrics
 

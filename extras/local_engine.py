@@ -92,15 +92,9 @@ class Request:
     """A completion to sample, and the future that receives it."""
 
     ids: np.ndarray  # [T] int32, the prompt
-    temperature: float
-    max_new_tokens: int
+    kind: tuple[float, int]  # temperature and largest number of tokens, the same for all of a wave
     seed: int
     future: asyncio.Future
-
-    @property
-    def kind(self) -> tuple[float, int]:
-        """Only requests of one kind share a wave."""
-        return self.temperature, self.max_new_tokens
 
 
 class LocalEngine:
@@ -139,8 +133,8 @@ class LocalEngine:
         weights, and whether it was cut off at `max_new_tokens`, which defaults to --max_new_tokens.
         """
         prompt = np.ascontiguousarray(ids, np.int32)  # equal prompts have equal bytes
-        limit = max_new_tokens or self.max_new_tokens
-        request = Request(prompt, temperature, limit, seed, self.loop.create_future())
+        kind = (temperature, max_new_tokens or self.max_new_tokens)
+        request = Request(prompt, kind, seed, self.loop.create_future())
         self.waiting.append(request)
         if self.server is None or self.server.done():
             self.server = self.loop.create_task(self.serve())

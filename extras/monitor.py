@@ -23,26 +23,11 @@ import train
 from train import RANK, reduce_over
 
 # Dense bf16 FLOP/s per card, by a part of its name (from the makers' data sheets). Other cards have no MFU.
-PEAKS = {
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "B200": 2250e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "L40S": 362e12,
-    "A10G": 70e12,
-    "A10": 125e12,
-    "L4": 121e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-}
+PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
+PEAKS |= {"A100": 312e12, "A800": 312e12, "H800": 989e12, "H20": 148e12, "L40S": 362e12}
+PEAKS |= {"A10G": 70e12, "A10": 125e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
 REMARKS_EVERY = 10  # steps
 TRUNCATED = 0.3  # share of completions, above which there is a remark
-CLIPPED = 0.2  # the same of tokens
 PHASES = ("rollout", "logprobs", "update", "push", "step")
 
 
@@ -78,46 +63,23 @@ def peak_gb() -> float:
 
 
 # ---- Remarks on a step -----------------------------------------------------------------------------------
-def remarks(step: int, metrics: dict, outcomes: list[tuple[int, float, str]], config) -> str:
-    """Sentences on a step, from its metrics and from (group, reward, failure) of all its samples."""
-    found = [remark_on_failures([failure for _, _, failure in outcomes if failure])]
+def remarks(metrics: dict, outcomes: list[tuple[int, float, bool]], config) -> str:
+    """Sentences on a step, from its metrics and from (group, reward, failed) of all its samples."""
+    found = []
     if getattr(config, "baseline", "") != "none":  # else nothing is compared within a group
         found.append(remark_on_signal(outcomes))
-    on_policy = getattr(config, "updates_per_step", 1) == 1 and not getattr(config, "kl_coef", 0)
-    if step == 1 and on_policy and abs(metrics.get("loss", 1.0)) < 1e-3:
-        gradient = " The gradient is not 0." if metrics.get("grad_norm") else ""
-        found.append(
-            "A loss near 0 is expected: before the update every ratio is 1, and the advantages of a group "
-            f"sum to 0.{gradient} Watch the reward."
-        )
     truncated = metrics.get("truncated", 0.0)
     if truncated > TRUNCATED:
         found.append(
             f"{truncated:.0%} of the completions were cut off: raise --max_new_tokens, or check "
             "samples.jsonl for completions that never end."
         )
-    clipped = metrics.get("clip_fraction", 0.0)
-    if clipped > CLIPPED and getattr(config, "ratio", "token") == "token":  # others are often clipped
-        found.append(f"{clipped:.0%} of the tokens were clipped: lower --lr or --updates_per_step.")
     return " ".join(filter(None, found))
 
 
-def remark_on_failures(failures: list[str]) -> str:
-    """The three most common causes among failed samples, each with an example."""
-    examples = {}
-    for failure in failures:
-        *where, said = failure.strip().splitlines()  # the last line of code, and what it raised
-        cause = said.partition(":")[0]  # "TimeoutError: 60 s passed" -> "TimeoutError"
-        place = f" ({where[0].strip()})" if where else ""
-        examples.setdefault(cause, []).append(said.rstrip(".") + place)
-    by_count = sorted(examples.values(), key=len, reverse=True)
-    causes = "; ".join(f"{len(alike)} x {alike[0]}" for alike in by_count[:3])
-    return causes and f"Samples failed, and their groups were left out of the update: {causes}."
-
-
-def remark_on_signal(outcomes: list[tuple[int, float, str]]) -> str:
+def remark_on_signal(outcomes: list[tuple[int, float, bool]]) -> str:
     """How many groups carry a signal, and what to do if none does."""
-    failed = {group for group, _, failure in outcomes if failure}  # they are left out of the loss
+    failed = {group for group, _, has_failed in outcomes if has_failed}  # they are left out of the loss
     groups = {}
     for group, reward, _ in outcomes:
         if group not in failed:
@@ -146,11 +108,15 @@ def extend(trainer_class: type) -> type:
     class MonitoredTrainer(trainer_class):
         def __init__(self, config, *arguments):
             self.seconds = Counter()  # by phase of a step, on this rank
+            self.forget_update()
+            super().__init__(config, *arguments)
+
+        def forget_update(self):
+            """Forgets the update of an earlier step."""
             self.gaps = []  # largest differences of log-probs, by micro-batch
             self.tokens = 0  # in this rank's update of the step
             self.flops = 0.0  # of one forward pass over them
             self.update_began = None
-            super().__init__(config, *arguments)
 
         def open_log(self):
             super().open_log()
@@ -185,10 +151,7 @@ def extend(trainer_class: type) -> type:
 
         def learn(self, samples: list) -> dict[str, float]:
             """The update. Backward passes begin with the first `forward`, after all other log-probs."""
-            self.gaps = []
-            self.tokens = 0
-            self.flops = 0.0
-            self.update_began = None
+            self.forget_update()
             start = time.perf_counter()
             metrics = super().learn(samples)
             end = time.perf_counter()
@@ -248,16 +211,11 @@ def extend(trainer_class: type) -> type:
             if step % REMARKS_EVERY != 1:
                 return
             mine = samples if self.mesh["tp"].get_local_rank() == 0 else []
-            outcomes = [(sample.key[0], sample.reward, sample.failure) for sample in mine]
+            outcomes = [(sample.key[0], sample.reward, bool(sample.failure)) for sample in mine]
             parts = [None] * dist.get_world_size() if RANK == 0 else None
             dist.gather_object(outcomes, parts)
-            found = remarks(step, metrics, sum(parts, []), self.config) if RANK == 0 else ""
+            found = remarks(metrics, sum(parts, []), self.config) if RANK == 0 else ""
             if found:
                 tqdm.write(f"step {step} | {found}")
-
-        def fit(self):
-            super().fit()
-            if RANK == 0:
-                tqdm.write(f"Done: {self.folder}/model; python -m tools.view {self.folder} shows the samples")
 
     return MonitoredTrainer

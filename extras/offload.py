@@ -26,12 +26,6 @@ def move_optimizer(optimizer, device: str):
             state[name] = value.to(device)
 
 
-def free_gpu_memory():
-    """Returns PyTorch's cached memory to the GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 def extend(trainer_class: type) -> type:
     """A trainer whose models take turns with the engine on the GPU."""
 
@@ -45,7 +39,7 @@ def extend(trainer_class: type) -> type:
             if self.config.offload:
                 for actor in self.actors():
                     actor.model.to(device)
-                free_gpu_memory()
+                torch.cuda.empty_cache()
 
         def move_others(self, device: str):
             """Moves what only an update requires: the state of optimizers, and models that do not learn."""
@@ -55,7 +49,7 @@ def extend(trainer_class: type) -> type:
                 for value in vars(self).values():
                     if isinstance(value, FSDPModule):  # the reference
                         value.to(device)
-                free_gpu_memory()
+                torch.cuda.empty_cache()
 
         def step(self) -> tuple[dict[str, float], list]:
             """A step. If a signal ends its rollout, the parameters return: a checkpoint may be saved next."""

@@ -17,8 +17,6 @@ The environment variable SANDBOX selects the mode:
 - `plain`: without namespaces. If the kernel has Landlock, it limits the program to the same files; otherwise
   the program can read what every user can read. In both cases it can fill the disk and, unless the trainer
   runs as root, change the modes of the trainer's files.
-- a command, for example "bwrap ...": gets the program's command line as its last arguments, and isolates the
-  program instead of namespaces and seccomp.
 - unset: `namespaces` if they are available, otherwise `plain` with a warning.
 
 No mode prevents a program from measuring time or from exploiting bugs in the kernel.
@@ -30,7 +28,7 @@ import functools
 import os
 import resource
 import selectors
-import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -51,8 +49,8 @@ GRACE_SECONDS = 5.0  # for killing a program and everything that it started
 FIRST_USER = 2**20  # programs get user IDs from here on if the trainer runs as root
 SYSTEM_PATHS = "/bin /lib /lib64 /usr/bin /usr/lib /usr/lib64 /etc/ld.so.cache /dev/null /dev/urandom"
 VISIBLE_PATHS = (*SYSTEM_PATHS.split(), sys.base_prefix)
-NAMESPACES = ["namespaces"]
-PLAIN = ["plain"]
+NAMESPACES = "namespaces"
+PLAIN = "plain"
 
 # Options of prctl(2)
 DEATH_SIGNAL = 1
@@ -102,29 +100,27 @@ def run_python(code: str, timeout_s: float = 5.0, stdin: str = "") -> str:
     If the program was killed, or exited with a code other than 0 or 1, the last line says so in brackets.
     Raises OSError if the sandbox cannot run any program.
     """
-    mode = choose_mode(os.environ.get("SANDBOX", ""))
-    return run_program(code, timeout_s, stdin, mode)
+    return run_program(code, timeout_s, stdin, choose_mode(os.environ.get("SANDBOX", "")))
 
 
 @functools.cache
-def choose_mode(requested: str) -> list[str]:
+def choose_mode(requested: str) -> str:
     """Return the requested mode, or by default the first of NAMESPACES and PLAIN in which a program runs.
 
     Raises OSError if no program runs in the requested mode, or in any.
     """
-    candidates = [shlex.split(requested)] if requested else [NAMESPACES, PLAIN]
-    for mode in candidates:
+    if requested not in ("", NAMESPACES, PLAIN):
+        raise OSError(f"SANDBOX must be {NAMESPACES} or {PLAIN}, not {requested}")
+    for mode in [requested] if requested else [NAMESPACES, PLAIN]:
         output = run_program("print(6 * 7)", 60.0, "", mode)
         if output == "42\n":
             if mode == PLAIN and not requested:
-                warnings.warn(
-                    f"namespaces are not available; {__file__} explains what `plain` does not prevent"
-                )
+                warnings.warn(f"no namespaces are available; {__file__} says what `plain` does not prevent")
             return mode
     raise OSError(f"no program can run in the sandbox: {output.strip()}")
 
 
-def run_program(code: str, timeout_s: float, stdin: str, mode: list[str]) -> str:
+def run_program(code: str, timeout_s: float, stdin: str, mode: str) -> str:
     """Do what run_python does, in the given mode."""
     with tempfile.TemporaryDirectory(prefix="sandbox-") as outer:
         # The program may write to `folder`, but not to `outer`: it cannot replace `folder` by a link.
@@ -133,16 +129,11 @@ def run_program(code: str, timeout_s: float, stdin: str, mode: list[str]) -> str
         os.chmod(outer, 0o711)
         write_text(f"{folder}/program.py", code)
         write_text(f"{outer}/stdin", stdin)
-        environment = {
-            "PATH": "/usr/bin:/bin",
-            "HOME": folder,
-            "LANG": "C.UTF-8",
-            "PYTHONIOENCODING": "utf-8",
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "LANG": "C.UTF-8"}
+        environment |= {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
         with open(f"{outer}/stdin", "rb") as input_file:
             supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, folder, str(timeout_s), *mode],
+                [sys.executable, "-I", "-S", __file__, folder, str(timeout_s), mode],
                 stdin=input_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -207,7 +198,7 @@ def remove(folder: str):
 
 
 # ---------------------------------------------- in the supervisor -------------------------------------------
-def supervise(folder: str, timeout_s: float, mode: list[str]):
+def supervise(folder: str, timeout_s: float, mode: str):
     """Run the program as a child process, kill everything that it started, and exit with its code."""
     libc.prctl(SUBREAPER, 1, 0, 0, 0)  # a process whose parent dies becomes a child of the supervisor
     user = FIRST_USER + os.getpid() if os.getuid() == 0 else None  # MAX_PROCESSES is counted per user
@@ -245,12 +236,11 @@ def enter_namespaces(user: int | None):
         return
     if user:  # root in a container: another user can create namespaces inside a user namespace of its own
         become_user(user)
-    user_id = os.getuid()
-    group_id = os.getgid()
+    maps = {"uid_map": os.getuid(), "gid_map": os.getgid()}  # as they are outside
     check(libc.unshare(NEW_NAMESPACES | NEW_USER), "unshare")
     write_text("/proc/self/setgroups", "deny")
-    write_text("/proc/self/uid_map", f"{user_id} {user_id} 1")
-    write_text("/proc/self/gid_map", f"{group_id} {group_id} 1")
+    for name, number in maps.items():
+        write_text(f"/proc/self/{name}", f"{number} {number} 1")
 
 
 def become_user(user: int):
@@ -311,7 +301,7 @@ def memory_of(pid: int) -> int:
 
 
 # ---------------------------------------------- in the program's process ------------------------------------
-def become_program(folder: str, timeout_s: float, user: int | None, mode: list[str]):
+def become_program(folder: str, timeout_s: float, user: int | None, mode: str):
     """Give up everything that the program must not have, then execute it."""
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -325,12 +315,9 @@ def become_program(folder: str, timeout_s: float, user: int | None, mode: list[s
     if mode == PLAIN:
         restrict_files(folder)
     set_limits(timeout_s)
+    refuse_calls()
     python = os.path.join(sys.base_prefix, "bin", f"python3.{sys.version_info.minor}")
-    command = [python, "-I", "-B", "program.py"]
-    if mode in (NAMESPACES, PLAIN):
-        refuse_calls()
-        os.execv(python, command)
-    os.execvp(mode[0], mode + command)
+    os.execv(python, [python, "-I", "-B", "program.py"])
 
 
 def set_limits(timeout_s: float):
@@ -366,8 +353,7 @@ def change_root(folder: str):
     for path in ("/tmp", "/dev/shm"):
         os.mkdir(root + path)
         os.chmod(root + path, 0o777)
-    with open(f"{folder}/program.py", "rb") as program, open(f"{root}/tmp/program.py", "wb") as copy:
-        copy.write(program.read())
+    shutil.copyfile(f"{folder}/program.py", f"{root}/tmp/program.py")
     os.chroot(root)
     os.chdir("/tmp")
     os.environ["HOME"] = "/tmp"
@@ -454,4 +440,4 @@ def refuse_calls():
 
 
 if __name__ == "__main__":
-    supervise(sys.argv[1], float(sys.argv[2]), sys.argv[3:])
+    supervise(sys.argv[1], float(sys.argv[2]), sys.argv[3])

@@ -31,9 +31,7 @@ class CodeDataset(RLDataset):
     def __getitem__(self, index: int) -> Sample:
         row = dict(self.rows[index])
         if not row.get("question") or not (row.get("tests") or (row.get("inputs") and row.get("outputs"))):
-            raise UserError(
-                f"--data {self.source}: row {index} needs question, and inputs and outputs, or tests"
-            )
+            raise UserError(f"--data {self.source}: row {index} needs question, and tests or inputs, outputs")
         return Sample([{"role": "user", "content": PROMPT.format(row["question"])}], row)
 
 

@@ -22,16 +22,12 @@ class EvaluateConfig(Config):
 
     data: str = flag("", "training data if --steps is above 0; empty: as --eval_data")
     steps: int = flag(0, "training steps; 0: evaluation only")
-    eval_samples: int = flag(
-        1, "completions per prompt in an evaluation: n of avg@n, the largest k of pass@k"
-    )
+    eval_samples: int = flag(1, "completions per evaluated prompt: n of avg@n, the largest k of pass@k")
 
     def __post_init__(self):
         self.data = self.data or self.eval_data
         if self.eval_samples > 1 and self.eval_temperature == 0:
-            raise UserError(
-                "--eval_samples above 1 requires --eval_temperature above 0: greedy ones are equal"
-            )
+            raise UserError("--eval_samples above 1 requires --eval_temperature above 0: else all are equal")
 
 
 def best_of(rewards: list[float]) -> dict[str, float]:

@@ -62,9 +62,7 @@ class GSM8KDataset(RLDataset):
     def __getitem__(self, index: int) -> Sample:
         row = dict(self.rows[index])
         if not row.get("question") or row.get("answer") is None:
-            raise UserError(
-                f"--data {self.source}: row {index} needs question and answer, as in openai/gsm8k/main"
-            )
+            raise UserError(f"--data {self.source}: row {index} needs question and answer")
         row["protocol"] = self.protocol
         return Sample([{"role": "user", "content": PROMPT.format(row["question"])}], row)
 

@@ -63,23 +63,15 @@ class MathDataset(RLDataset):
         row = dict(self.rows[index])
         problem = row.get("problem") or row.get("question")
         if not problem or row.get("answer") is None:
-            raise UserError(
-                f"--data {self.source}: row {index} needs problem and answer, or question and answer"
-            )
+            raise UserError(f"--data {self.source}: row {index} needs answer, and problem or question")
         return Sample([{"role": "user", "content": PROMPT.format(problem) + self.hint}], row)
-
-
-class PlainDataset(MathDataset):
-    """The same without mention of the tool."""
-
-    hint = ""
 
 
 class ToolTrainer(Trainer):
     """A Trainer whose episodes may run programs."""
 
     def __init__(self, config, dataset_class, reward_fn, env_step):
-        dataset_class = dataset_class if config.tool else PlainDataset
+        dataset_class.hint = HINT if config.tool else ""
         super().__init__(config, dataset_class, reward_fn, self.run_program)
 
     async def run_program(self, sample: Sample) -> str | None:

@@ -32,9 +32,7 @@ class OneStepOffConfig(Config):
 
     def __post_init__(self):
         if not self.engine.startswith("http"):
-            raise UserError(
-                "--engine must name servers, http://host:port[,http://...]: they sample all the time"
-            )
+            raise UserError("--engine must name servers, http://host:port[,...]: they sample all the time")
         if getattr(self, "offload", False):
             raise UserError("--offload has no effect here: the actor learns while the servers sample")
         if self.max_staleness < 0:
@@ -101,10 +99,9 @@ class OneStepOff(Trainer):
 
     def staleness(self, samples: list[Sample]) -> dict[str, float]:
         """The age of trained tokens in pushes, over all ranks. Raises UserError if it is out of bounds."""
+        newest = self.engine.version
         tokens = [sample.tokens[sample.tokens["mask"] == 1] for sample in samples if not sample.failure]
-        ages = np.concatenate(
-            [self.engine.version - part["version"] for part in tokens] or [np.zeros(1, int)]
-        )
+        ages = newest - np.concatenate([part["version"] for part in tokens] or [np.full(1, newest)])
         extremes = reduce_over(self.mesh["dp"], [-ages.min(), ages.max()], dist.ReduceOp.MAX)
         lowest, highest = -extremes[0], extremes[1]
         if not 0 <= lowest <= highest <= self.config.max_staleness:

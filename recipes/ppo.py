@@ -31,16 +31,10 @@ from recipes.problems import ProblemDataset, reward_fn
 from recipes.trainer import AlgorithmTrainer, add_column, store
 from train import Sample, UserError, flag, main
 
-ACTIONS = {
-    "baseline": "none",
-    "normalize": "turns",
-    "ratio": "step",
-    "aggregation": "step",
-    "kl_estimator": "k1",
-}
+ACTIONS = dict(baseline="none", normalize="turns", ratio="step", aggregation="step", kl_estimator="k1")
 CRITICS = {  # the rows of --critic
-    "ppo": {"baseline": "none", "normalize": "tokens", "aggregation": "sequence", "kl_estimator": "k1"},
-    "tppo": {"baseline": "none", "normalize": "tokens", "aggregation": "token", "kl_estimator": "k1"},
+    "ppo": dict(baseline="none", normalize="tokens", aggregation="sequence", kl_estimator="k1"),
+    "tppo": dict(baseline="none", normalize="tokens", aggregation="token", kl_estimator="k1"),
     "appo": ACTIONS,
 }
 

@@ -51,9 +51,7 @@ class PRMConfig(PPOConfig):
 
     def __post_init__(self):
         if not self.prm:
-            raise UserError(
-                "--prm must name a process-reward model; python -m tools.make_start prm makes a small one"
-            )
+            raise UserError("--prm must name a model; python -m tools.make_start prm makes a small one")
         super().__post_init__()
 
 

@@ -13,14 +13,7 @@ import torch.distributed as dist
 
 import train
 from extras.variants import set_weights
-from recipes.formulas import (
-    above_baseline,
-    normalize_batch,
-    number_units,
-    policy_loss,
-    token_returns,
-    trained,
-)
+from recipes import formulas
 from train import Sample, Trainer, call, reduce_over
 
 
@@ -39,17 +32,16 @@ def store(samples: list[Sample], name: str, values: torch.Tensor):
 
 def column(batch, name: str) -> torch.Tensor:
     """A column of the trained tokens of a micro-batch, [N]; 0 in a filler."""
-    values = trained(batch.samples)[name].copy() if batch.samples else np.zeros(1)
+    values = formulas.trained(batch.samples)[name].copy() if batch.samples else np.zeros(1)
     return torch.from_numpy(values).to(batch.weights)
 
 
 def set_step_weights(samples: list[Sample], total: float):
     """Sets weights that count all steps the same, given the number of steps on all ranks."""
     for sample in samples:
-        counts = np.bincount(sample.tokens["turn"], sample.tokens["mask"])
-        sample.tokens["weight"] = sample.tokens["mask"] / (
-            total * np.maximum(counts, 1)[sample.tokens["turn"]]
-        )
+        turns, mask = sample.tokens["turn"], sample.tokens["mask"]
+        counts = np.maximum(np.bincount(turns, mask), 1)
+        sample.tokens["weight"] = mask / (total * counts[turns])
 
 
 def carries_signal(group: list[Sample]) -> bool:
@@ -118,10 +110,11 @@ class AlgorithmTrainer(Trainer):
 
     def compare(self, samples: list[Sample]):
         """Sets each trained token's advantage."""
-        owners, steps = number_units(samples)
-        returns = np.concatenate([np.zeros(0), *[token_returns(sample, self.config) for sample in samples]])
-        advantages = above_baseline(torch.from_numpy(returns), owners, self.config)
-        advantages = normalize_batch(advantages, steps, self.config.normalize, self.mesh["dp"])
+        owners, steps = formulas.number_units(samples)
+        returns = [formulas.token_returns(sample, self.config) for sample in samples]
+        returns = torch.from_numpy(np.concatenate([np.zeros(0), *returns]))
+        advantages = formulas.above_baseline(returns, owners, self.config)
+        advantages = formulas.normalize_batch(advantages, steps, self.config.normalize, self.mesh["dp"])
         store(samples, "advantage", advantages)
 
     def micro_batches(self, samples: list[Sample]) -> list:
@@ -146,7 +139,7 @@ class AlgorithmTrainer(Trainer):
         batches = [self.batch_class(part, self.config.device) for part in packs]
         for batch in batches:
             filler = torch.zeros_like(batch.source)
-            owners, steps = number_units(batch.samples) if batch.samples else (filler, filler)
+            owners, steps = formulas.number_units(batch.samples) if batch.samples else (filler, filler)
             batch.owners = owners.to(self.config.device)
             batch.steps = steps.to(self.config.device)
         return batches
@@ -161,7 +154,7 @@ class AlgorithmTrainer(Trainer):
 
     def loss(self, logprobs, entropy, batch) -> tuple[torch.Tensor, dict]:
         """The loss of a micro-batch, and the metrics to average, [N] each."""
-        return policy_loss(logprobs, entropy, batch, self.config)
+        return formulas.policy_loss(logprobs, entropy, batch, self.config)
 
     def record(self, sample: Sample) -> dict:
         """The core's record, with the reward of each turn where there are several."""

@@ -24,11 +24,12 @@ def run_of(folder, steps: int, logprob_diff: float = 1e-6):
     """A run's folder, with this many steps in metrics.jsonl."""
     folder.mkdir(exist_ok=True)
     records = [{"step": step, "reward": 0.5, "logprob_diff": logprob_diff} for step in range(steps)]
+    records += [{"step": steps, folder.name: 1.0}] if steps else []  # a metric that no other run has
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
-def test_the_curve_of_several_runs(tmp_path, monkeypatch, capsys):
+def test_the_curve_of_several_runs(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     output = tmp_path / "curve.png"
     curve.draw([run_of(tmp_path / "empty", 0)], output)  # a run that was stopped in its first step
@@ -39,10 +40,8 @@ def test_the_curve_of_several_runs(tmp_path, monkeypatch, capsys):
     assert output.read_bytes().startswith(b"\x89PNG")
     with warnings.catch_warnings(action="error"):
         curve.draw([run_of(tmp_path / "b", 1, logprob_diff=0.0)], tmp_path / "zero.png")  # no logarithm
-    monkeypatch.setattr(sys, "argv", ["curve", str(tmp_path / "no_run")])
-    with pytest.raises(SystemExit) as ended:
-        curve.main()
-    assert ended.value.code == 2 and "no_run" in capsys.readouterr().err
+    with pytest.raises(FileNotFoundError, match="no_run"):
+        curve.draw([tmp_path / "no_run"], output)
 
 
 def test_a_curve_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import numpy as np
 
 import train
 from extras import details
-from extras.details import by_sample, marked, token_details
+from extras.details import marked, token_details
 from tests.conftest import Config, some_samples
 from train import Sample
 
@@ -34,14 +34,6 @@ def test_what_is_kept_of_tokens_by_hand():
     assert json.loads(json.dumps(kept)) == kept
 
 
-def test_statistics_return_to_their_samples():
-    samples = some_samples(2, 2)
-    batch = train.Batch(samples, "cpu")
-    parts = by_sample(batch, batch.targets)  # which are the trained ids
-    for sample, part in zip(samples, parts, strict=True):
-        assert part.tolist() == sample.tokens["id"][sample.tokens["mask"] == 1].tolist()
-
-
 def test_only_what_was_in_this_steps_update_has_statistics():
     """Several updates per step, each with micro-batches; a sample without an advantage is in none of them."""
 
@@ -53,9 +45,8 @@ def test_only_what_was_in_this_steps_update_has_statistics():
             return 0.0, {name: batch.targets + 0.5 for name in ("entropy", "logprob_diff", "clip_fraction")}
 
         def learn(self, samples):
-            for sample in samples:
-                self.forward(train.Batch([sample], "cpu"))
-            self.forward(train.Batch([], "cpu"))
+            for part in (samples[:3], samples[3:], []):
+                self.forward(train.Batch(part, "cpu"))
             return {"loss": 1.0}
 
         def record(self, sample):

@@ -21,14 +21,12 @@ def make_engine(folder: Path, tokenizer, max_new_tokens: int = 24, tp=(0, 1)) ->
     return LocalEngine(str(folder), tokenizer, mesh, config)
 
 
-def sample(engine: LocalEngine, requests: list, temperature: float = 1.0, **options) -> list[tuple]:
+def sample(engine: LocalEngine, requests: list, temperature: float = 1.0) -> list[tuple]:
     """The completions of (prompt, seed) pairs that are requested at once."""
 
     async def all_of_them():
-        waiting = []
-        for ids, seed in requests:
-            waiting.append(engine.generate(np.array(ids, np.int32), temperature, seed, **options))
-        return await asyncio.gather(*waiting)
+        pairs = [(np.array(ids, np.int32), seed) for ids, seed in requests]
+        return await asyncio.gather(*[engine.generate(ids, temperature, seed) for ids, seed in pairs])
 
     return engine.loop.run_until_complete(all_of_them())
 
@@ -88,10 +86,12 @@ def test_engine_never_samples_beyond_the_vocabulary_and_returns_the_stop_id(tmp_
     assert ids.tolist() == [tokenizer.eos_token_id] and truncated is False
 
 
-def test_limits_and_temperatures_may_differ_between_requests(tmp_path, tokenizer):
+def test_limits_and_temperatures_may_differ_between_requests_and_no_graph_is_kept(tmp_path, tokenizer):
     engine = make_engine(random_model(tmp_path), tokenizer)
     engine.stops = {None}  # only the limit ends a completion
     engine.wave_size = 2
+    forward, logits = engine.forward, []
+    engine.forward = lambda *arguments: logits.append(forward(*arguments)) or logits[-1]
 
     async def mixed():
         prompt = np.array([5, 6, 7], np.int32)
@@ -102,6 +102,7 @@ def test_limits_and_temperatures_may_differ_between_requests(tmp_path, tokenizer
     assert [len(ids) for ids, *_ in answers] == [4, 3, 24, 4, 4]
     assert all(truncated for *_, truncated in answers)
     assert answers[0][0].tolist() == answers[2][0][:4].tolist() == answers[4][0].tolist()  # the same seed
+    assert logits and not any(of_token.requires_grad for of_token in logits)  # memory would grow per token
 
 
 def test_a_push_changes_weights_and_version(tmp_path, tokenizer):
@@ -121,20 +122,6 @@ def test_ranks_of_a_tensor_parallel_group_share_its_prompts(tmp_path, tokenizer)
     folder = random_model(tmp_path)
     engines = [make_engine(folder, tokenizer, tp=(rank, 2)) for rank in range(2)]
     assert [engine.local_prompts([0, 1, 2, 3, 4]) for engine in engines] == [[0, 2, 4], [1, 3]]
-
-
-def test_engine_keeps_no_graph(tmp_path, tokenizer):
-    engine = make_engine(random_model(tmp_path), tokenizer, max_new_tokens=4)
-    forward = engine.forward
-    logits = []
-
-    def recorded(*arguments):
-        logits.append(forward(*arguments))
-        return logits[-1]
-
-    engine.forward = recorded
-    sample(engine, [([1, 2, 3], 0)])
-    assert logits and not any(of_token.requires_grad for of_token in logits)  # memory would grow per token
 
 
 def test_an_error_reaches_everyone_who_waits(tmp_path, tokenizer):

@@ -29,26 +29,14 @@ def test_forward_flops_by_hand():
     assert forward_flops(two_layers, [3, 2], 3) == 2 * (1440 + 144) + 240
 
 
-@pytest.mark.parametrize(
-    "card, peak",
-    [
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA A10G", 70e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L4", 121e12),
-        ("Tesla T4", None),
-    ],
-)
-def test_a_card_is_not_taken_for_another_one(card, peak):
-    assert peak_flops(card) == peak
+def test_a_card_is_not_taken_for_another_one():
+    cards = {"NVIDIA H100 PCIe": 756e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+    cards |= {"NVIDIA A10G": 70e12, "NVIDIA A10": 125e12, "NVIDIA A100-SXM4-80GB": 312e12}
+    cards |= {"NVIDIA H20": 148e12, "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "Tesla T4": None}
+    assert {card: peak_flops(card) for card in cards} == cards
 
 
-@pytest.mark.parametrize("card", ["", "NVIDIA H100 80GB HBM3", "Some Other Card"])
+@pytest.mark.parametrize("card", ["", "NVIDIA H100 80GB HBM3"])
 def test_speed_by_hand(monkeypatch, card):
     # This rank: 2 s of sampling 3 tokens, an update of 5 tokens. The other one: 4 s, 6 sampled, 15 trained.
     sample = Sample([], {})
@@ -107,46 +95,26 @@ def test_seconds_of_a_reward_that_raises_are_counted():
 
 # ---- Remarks ---------------------------------------------------------------------------------------------
 MIXED = "1 of 1 groups carry a signal."
-NEAR_ZERO = (
-    " A loss near 0 is expected: before the update every ratio is 1, and the advantages of a group sum to 0. "
-)
 
 
-def said_of(rewards: list[list[float]], failures=(), step: int = 1, metrics=(), **flags) -> str:
-    """The remarks on a step with these rewards by group, and with a failed sample of its own group each."""
-    outcomes = [(group, reward, "") for group, all_of_it in enumerate(rewards) for reward in all_of_it]
-    for group, failure in enumerate(failures, start=len(rewards)):
-        outcomes += [(group, 0.0, failure), (group, 1.0, "")]
-    config = SimpleNamespace(**vars(Config()) | flags)
-    return remarks(step, {"loss": 0.5, "grad_norm": 0.1} | dict(metrics), outcomes, config)
+def said_of(rewards: list[list[float]], metrics=(), **flags) -> str:
+    """The remarks on a step with these rewards by group, and with a failed sample of another group."""
+    outcomes = [(group, reward, False) for group, all_of_it in enumerate(rewards) for reward in all_of_it]
+    outcomes += [(-1, 0.0, True), (-1, 1.0, False)]
+    return remarks(dict(metrics), outcomes, SimpleNamespace(**vars(Config()) | flags))
 
 
-@pytest.mark.parametrize(
-    "metrics, options, more",
-    [
-        ({}, {}, ""),
-        ({"truncated": 0.3}, {}, ""),
-        ({"truncated": 0.5}, {"step": 21}, " 50% of the completions were cut off: raise --max_new_tokens, "),
-        ({"clip_fraction": 0.2}, {}, ""),
-        ({"clip_fraction": 0.4}, {}, " 40% of the tokens were clipped: lower --lr or --updates_per_step."),
-        ({"clip_fraction": 0.4}, {"ratio": "sequence"}, ""),
-        ({"loss": 1e-9}, {}, f"{NEAR_ZERO}The gradient is not 0. Watch the reward."),
-        ({"loss": 0.0, "grad_norm": 0.0}, {}, f"{NEAR_ZERO}Watch the reward."),
-        ({"loss": 0.0}, {"step": 11}, ""),
-        ({"loss": 0.0}, {"updates_per_step": 2}, ""),
-        ({"loss": 0.0}, {"kl_coef": 0.1}, ""),
-    ],
-)
-def test_what_is_said_of_metrics(metrics, options, more):
-    said = said_of([[1, 0]], metrics=metrics, **options)
-    assert said.startswith(MIXED + more) and (said == MIXED) == (not more)
+def test_truncated_completions_are_remarked_on():
+    assert said_of([[1, 0]], {"truncated": 0.3}) == said_of([[1, 0]]) == MIXED
+    said = said_of([[1, 0]], {"truncated": 0.5})
+    assert said.startswith(f"{MIXED} 50% of the completions were cut off: raise --max_new_tokens, ")
 
 
 def test_groups_with_a_signal_are_counted():
     rewards = [[1, 0], [1, 1], [0, 0], [0.5, 0.5], [0, 0]]
-    said = "1 of 5 groups carry a signal (1 all correct, 2 all wrong, 1 all equal)."
-    assert said_of(rewards) == said_of(rewards, step=11) == said
+    assert said_of(rewards) == "1 of 5 groups carry a signal (1 all correct, 2 all wrong, 1 all equal)."
     assert said_of(rewards, baseline="none") == ""  # nothing is compared within a group
+    assert said_of([]) == ""  # all have failed
 
 
 @pytest.mark.parametrize(
@@ -162,21 +130,6 @@ def test_what_to_do_if_no_group_carries_a_signal(rewards, reason, mean):
         f"this step: the mean reward is {mean}; use prompts that the policy solves sometimes, or raise "
         "--group_size."
     )
-
-
-def test_failures_are_counted_by_cause_and_their_groups_carry_no_signal():
-    where = '  File "mine.py", line 3, in reward_fn\n    return 1 / 0\n'
-    failures = ["TimeoutError: 60 s passed.", "TimeoutError: 61 s passed.", "A: 1", "B: 2"]
-    failures += [where + "ZeroDivisionError: division by zero\n"] * 3
-    assert said_of([[1, 0]], failures) == (
-        "Samples failed, and their groups were left out of the update: 3 x ZeroDivisionError: division by "
-        f'zero (File "mine.py", line 3, in reward_fn); 2 x TimeoutError: 60 s passed; 1 x A: 1. {MIXED}'
-    )
-    assert said_of([], ["A: 1"]).endswith("update: 1 x A: 1.")
-
-
-def test_a_step_with_nothing_in_it_says_nothing():
-    assert remarks(1, {}, [], Config()) == ""
 
 
 def test_remarks_are_on_the_first_step_and_on_every_tenth_after_it(monkeypatch, capsys):

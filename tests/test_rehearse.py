@@ -23,8 +23,12 @@ WIDE = Qwen3Config(**SMALL | {"num_attention_heads": 16, "num_key_value_heads": 
 FLAGS = {"device": "cuda", "dtype": "bfloat16", "engine": "sglang", "tokens_per_micro_batch": 4096}
 
 
-def config_of(processes: int, **flags) -> rehearse.RehearsalConfig:
-    return rehearse.RehearsalConfig(processes=processes, **FLAGS | flags)
+LAYER = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 * 896  # numbers in QWEN2's
+ROOT = 151936 * 896 + 896  # and in what is outside of its layers
+
+
+def config_of(processes: int, **flags) -> plan.PlanConfig:
+    return plan.PlanConfig(processes=processes, gpu_gb=80, **FLAGS | flags)
 
 
 def check_plan(config, model_config, found: dict):
@@ -50,14 +54,12 @@ def test_a_rehearsal_by_hand(elsewhere):
     # again (the root stays), and it reduces all. Two micro-batches.
     collectives = found["update"]["collectives"]
     assert collectives["allgather_base"][0] == 2 * (4 + 3) and collectives["reduce_scatter_base"][0] == 2 * 4
-    layer = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 * 896
-    root = 151936 * 896 + 896
-    assert collectives["allgather_base"][1] == 2 * 2 * (2 * 3 * layer + root)  # in bfloat16
-    assert collectives["reduce_scatter_base"][1] == 2 * 4 * (3 * layer + root)  # in fp32
-    assert found["push"]["collectives"]["allgather_base"] == (4, 2 * (3 * layer + root))
+    assert collectives["allgather_base"][1] == 2 * 2 * (2 * 3 * LAYER + ROOT)  # in bfloat16
+    assert collectives["reduce_scatter_base"][1] == 2 * 4 * (3 * LAYER + ROOT)  # in fp32
+    assert found["push"]["collectives"]["allgather_base"] == (4, 2 * (3 * LAYER + ROOT))
     assert found["push"]["end"] == pytest.approx(found["update: step"]["end"], rel=0.001)  # all is freed
     # Parameters in fp32 after the build; with Adam's moments three times that.
-    shard = 4 * (3 * layer + root) / 4
+    shard = 4 * (3 * LAYER + ROOT) / 4
     assert found["build"]["end"] == pytest.approx(shard, rel=0.01)
     assert found["update: step"]["end"] == pytest.approx(3 * shard, rel=0.01)
     # Once per optimizer step the host waits for the statistics, and for the norm.
@@ -83,19 +85,11 @@ def test_lora_by_hand(elsewhere):
     check_plan(config, QWEN2, found)
     inputs_and_outputs = 2 * (896 + 896) + 2 * (896 + 128) + 3 * (896 + 4864)
     adapters = 3 * 16 * inputs_and_outputs
-    layer = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 * 896
-    frozen = 3 * layer + 151936 * 896 + 896
+    frozen = 3 * LAYER + ROOT
     # Only adapters are reduced, in fp32, and have Adam's moments; the reference takes nothing.
     assert found["update"]["collectives"]["reduce_scatter_base"] == (2 * 3, 2 * 4 * adapters)
     assert found["build"]["end"] == pytest.approx((2 * frozen + 4 * adapters) / 2, rel=0.01)
     assert found["update: step"]["end"] == pytest.approx((2 * frozen + 12 * adapters) / 2, rel=0.01)
-
-
-@pytest.mark.slow
-def test_the_host_s_time_is_measured_with_compiled_layers(elsewhere):
-    small = Qwen2Config(**SMALL | {"vocab_size": 8192})
-    times = [elsewhere(rehearse.host_seconds, config_of(2, compile=flag), small) for flag in (False, True)]
-    assert all(0 < seconds < 10 for seconds in times)  # how much less is for bench/, not for a test
 
 
 def rehearse_with_waits() -> dict:
@@ -135,35 +129,23 @@ def test_plan_agrees_with_the_rehearsal(elsewhere, processes, model_config, flag
     check_plan(config, model_config, elsewhere(rehearse.rehearse, config, model_config))
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--dtype float32", "--dtype must be bfloat16"),
-        ("--card X1", "--card X1 is unknown; known are H100"),
-        ("--processes 2 --rank 2", "--rank 2 is not among the 2 processes"),
-    ],
-)
-def test_what_cannot_be_rehearsed_is_one_line(flags, said):
-    with pytest.raises(UserError, match=said):
-        rehearse.read_flags(flags.split())
+def test_what_cannot_be_rehearsed_is_one_line():
+    with pytest.raises(UserError, match="--dtype must be bfloat16"):
+        rehearse.read_flags(["--dtype", "float32"])
 
 
-def run_main(*arguments: str) -> tuple[int, str]:
+def run_main() -> tuple[int, str]:
     """The command, for a small model. Returns the exit code and what it printed."""
-    printed = io.StringIO()
-    code = 0
-    with patch.object(sys, "argv", ["rehearse", *arguments]), redirect_stdout(printed):
-        with patch.object(plan, "find_config", lambda name: QWEN2):
-            try:
-                rehearse.main()
-            except SystemExit as end:
-                code = end.code
-    return code, printed.getvalue()
+    command = ["rehearse", "--processes", "2", "--gpu_gb", "12"]
+    with patch.object(sys, "argv", command), patch.object(plan, "find_config", lambda name: QWEN2):
+        with redirect_stdout(io.StringIO()) as printed, pytest.raises(SystemExit) as ended:
+            rehearse.main()
+    return ended.value.code, printed.getvalue()
 
 
 def test_a_run_that_does_not_fit_ends_with_what_to_change(elsewhere):
-    code, printed = elsewhere(run_main, "--processes", "2", "--gpu_gb", "12")
-    assert code == 1 and "update " in printed and "bound by" in printed
+    code, printed = elsewhere(run_main)
+    assert code == 1 and "update " in printed and "1 x train.py:" in printed
     assert printed.splitlines()[-1].startswith("It does not fit into 12 GB. It would with --")
 
 

@@ -21,9 +21,7 @@ READY = os.geteuid() == 0 and shutil.which("ip") and shutil.which("unshare")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not READY, reason="needs root, ip and unshare")]
 FLAGS = "--dp_replicate 2 --prompts_per_step 8 --group_size 4 --max_new_tokens 32 --eval_every 2 "
 FLAGS += "--eval_data assets/countdown/test.jsonl:train[:8] "
-FLAGS += (
-    "--token_groups 8"  # samples with details stay where they are: only ranks of one machine share others
-)
+FLAGS += "--token_groups 8"  # samples with details stay: only ranks of one machine share others
 COMMANDS = re.findall(r"^(GLOO.*) --dp_replicate 2$", (HERE / "docs/operations.md").read_text(), re.MULTILINE)
 HOST = """
 hostname {name}
@@ -83,10 +81,9 @@ def running(name: str, folder: Path, command: str):
 @contextmanager
 def both(names: list[str], scratch: Path, flags: str):
     """The commands of docs/operations.md for two machines, a process each."""
-    assert len(COMMANDS) == 2
-    commands = [f"{command} {flags}" for command in COMMANDS]
-    with running(names[0], scratch / "first", commands[0]) as first:
-        with running(names[1], scratch / "second", commands[1]) as second:
+    one, other = (f"{command} {flags}" for command in COMMANDS)
+    with running(names[0], scratch / "first", one) as first:
+        with running(names[1], scratch / "second", other) as second:
             yield first, second
 
 

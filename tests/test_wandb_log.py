@@ -3,6 +3,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import Mock
 
 import pytest
 import wandb
@@ -59,11 +60,7 @@ def test_numbers_are_logged_and_the_log_ends_before_the_engine(whole, calls):
 @pytest.mark.parametrize("error, code", [(UserError("over"), 1), (KeyboardInterrupt(), 0)])
 def test_a_run_that_is_ended_early_ends_its_log(whole, calls, error, code):
     trainer = make(whole, calls, wandb="online")
-
-    def publish():
-        raise error
-
-    trainer.publish = publish
+    trainer.publish = Mock(side_effect=error)
     with pytest.raises(type(error)):
         trainer.fit()
     assert calls == [f"end with {code}"]

@@ -1,30 +1,27 @@
 """Rehearse an update and a push on any number of GPUs, without one.
 
-    python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80] [--card H100] [--rank 0]
+    python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80]
     python -m tools.rehearse --model Qwen/Qwen2.5-7B-Instruct --processes 8 --gpu_gb 80
 
-The real Actor, loss, optimizer step and push of train.py run as one rank of N, on tensors without data
+The real Actor, loss, optimizer step and push of train.py run as the first of N ranks, on tensors without data
 (FakeTensorMode) and with a process group that sends nothing ("fake"), from config.json alone: no weights, no
 GPU, a few minutes and about 2 GB of memory for any model. Every allocation, collective and wait of the host
 for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SGLang's own processes,
 numerics.
 
 It prints peaks of live memory beside those of tools.plan, collectives with their bytes, host synchronizations
-with file and line, FLOPs, the host's own time per micro-batch (measured with a model of the same depth but
-tiny widths on real tensors), and a modelled step time. The last one is a model, printed with its assumptions,
-not a measurement. The exit code is 1 if the run does not fit.
+with file and line. The exit code is 1 if the run does not fit.
 """
 
 import logging
 import math
-import statistics
 import sys
 import time
 import traceback
 import weakref
 from collections import Counter, defaultdict
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -40,59 +37,34 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 import train
 from extras import offload, variants
-from extras.compile import compile_layers
-from extras.monitor import forward_flops, peak_flops
 from recipes import lora
 from tools import plan
-from train import Actor, Config, Sample, SGLangEngine, Trainer, UserError, flag
+from tools.plan import PlanConfig
+from train import Actor, Sample, SGLangEngine, Trainer, UserError
 
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
 PROMPT = 128  # of these, tokens of the prompt
-WARM_UP = 2  # passes that are not timed; the first one compiles
 ROUNDING = 512  # bytes that CUDA's caching allocator rounds up to
 COMMUNICATION = ("c10d", "_c10d_functional")
 MESH_METHODS = (  # these compute with real tensors
     "__init__ size ndim shape get_rank get_coordinate get_local_rank get_group get_all_groups __getitem__ "
     "_get_slice_mesh_layout _flatten __hash__ __eq__ mesh"
 ).split()
-# Card -> bytes per second of its memory and of its link to the other cards of a machine, from data sheets.
-LINKS = {
-    "H100": (3.35e12, 450e9),
-    "H200": (4.8e12, 450e9),
-    "A100": (2.0e12, 300e9),
-    "L40S": (0.86e12, 32e9),
-    "L4": (0.3e12, 32e9),
-    "RTX 4090": (1.0e12, 32e9),
-}
-EFFICIENCY = 0.5  # share of the peak that matrix products reach; assumed
-LINK_EFFICIENCY = 0.7  # share of the link's data-sheet speed; assumed
-
-
-@dataclass
-class RehearsalConfig(plan.PlanConfig):
-    """The flags of train.py and tools.plan, and what to rehearse."""
-
-    gpu_gb: float = flag(80, "memory of a GPU in GB (1e9 bytes)")
-    rank: int = flag(0, "rank whose part is executed")
-    card: str = flag("H100", f"card for the modelled time: {', '.join(LINKS)}")
-    host: bool = flag(True, "measurement of the host's time per micro-batch")
 
 
 # ---- What is recorded ------------------------------------------------------------------------------------
 class Recorder(TorchDispatchMode):
-    """Live bytes, collectives, FLOPs and host synchronizations of everything that runs under it."""
+    """Live bytes, collectives and host synchronizations of everything that runs under it."""
 
     def __init__(self):
         super().__init__()
         self.sizes = {}  # bytes of each live storage
         self.now = 0
         self.peak = 0
-        self.flops = 0
         self.collectives = defaultdict(lambda: [0, 0])  # name -> count, bytes
         self.syncs = Counter()  # "file:line code" -> count
 
@@ -107,8 +79,6 @@ class Recorder(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
                 self.add(tensor.untyped_storage())
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         if func.namespace in COMMUNICATION:
             self.count_collective(func, args, out)
         return out
@@ -143,26 +113,11 @@ class Recorder(TorchDispatchMode):
         self.sizes[key] = size
         self.peak = max(self.peak, self.now)
 
-    @contextmanager
-    def resizes(self):
-        """Also sees storages that FSDP frees and fills again."""
-        original = torch.UntypedStorage.resize_
-
-        def resize_(storage, size):
-            out = original(storage, size)
-            if storage._cdata in self.sizes:
-                self.resize(storage._cdata, storage.nbytes())
-            return out
-
-        with patch.object(torch.UntypedStorage, "resize_", resize_):
-            yield
-
     def phase(self) -> dict:
         """What was recorded since the last call."""
-        found = {"peak": self.peak, "end": self.now, "flops": self.flops, "syncs": dict(self.syncs)}
+        found = {"peak": self.peak, "end": self.now, "syncs": dict(self.syncs)}
         found["collectives"] = {name: tuple(entry) for name, entry in self.collectives.items()}
         self.peak = self.now
-        self.flops = 0
         self.collectives.clear()
         self.syncs.clear()
         return found
@@ -178,23 +133,13 @@ def innermost_line() -> tuple[str, str]:
 
 
 # ---- A machine that is not there -------------------------------------------------------------------------
-def outside_of_fake(function):
-    """A function that computes with real tensors although a FakeTensorMode is active."""
-
-    def call(*args, **options):
-        with unset_fake_temporarily():
-            return function(*args, **options)
-
-    return call
-
-
 @contextmanager
-def fake_processes(config: RehearsalConfig, model_config):
-    """Makes this process one rank of many; the others exist in name only.
+def fake_processes(config: PlanConfig, model_config):
+    """Makes this process the first rank of many; the others exist in name only.
 
     Yields the mesh, and the config for a CPU, where fake tensors stand for a GPU's, with a folder as --model.
     """
-    dist.init_process_group("fake", store=FakeStore(), rank=config.rank, world_size=config.processes)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.processes)
     try:
         with TemporaryDirectory() as folder, patch.object(dist, "init_process_group"):  # that of train.py
             model_config.save_pretrained(folder)
@@ -227,14 +172,22 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
         if local.is_meta:
             parameter._sharded_param_data = local.view(-1)
 
+    def resized(storage, size):  # FSDP frees storages and fills them again
+        out = resize(storage, size)
+        if storage._cdata in recorder.sizes:
+            recorder.resize(storage._cdata, storage.nbytes())
+        return out
+
     def wait_once(tensor):
         recorder.count_wait()
         return np.ones(tuple(tensor.shape), int if tensor.dtype == torch.int32 else float).tolist()
 
+    outside_of_fake = unset_fake_temporarily()  # decorates what computes with real tensors all the same
     model_class = train.AutoModelForCausalLM
     propagator = torch.distributed.tensor._sharding_prop.ShardingPropagator
     propagate = propagator._propagate_tensor_meta_non_cached
     reset = FSDPParam.reset_sharded_param
+    resize = torch.UntypedStorage.resize_
     with ExitStack() as stack:
         for name in MESH_METHODS:
             method = getattr(DeviceMesh, name, None)
@@ -252,9 +205,9 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
             (offload, "AWAY", "meta"),  # because "cpu" stands for the GPU
             (FSDPParam, "reset_sharded_param", forget),
             (FakeTensor, "tolist", wait_once),
+            (torch.UntypedStorage, "resize_", resized),
         ):
             stack.enter_context(patch.object(owner, name, substitute))
-        stack.enter_context(recorder.resizes())
         stack.enter_context(mode)
         stack.enter_context(recorder)
         yield
@@ -267,10 +220,10 @@ def fake_batch(batch, mode: FakeTensorMode):
     return SimpleNamespace(**values | tensors)
 
 
-def make_samples(config: Config, micro_batches: int, vocab_size: int) -> list[Sample]:
-    """Samples of LENGTH tokens that fill micro-batches of one rank."""
+def make_samples(config: PlanConfig, vocab_size: int) -> list[Sample]:
+    """Samples of LENGTH tokens that fill two micro-batches of one rank."""
     samples = []
-    for i in range(micro_batches * max(1, config.tokens_per_micro_batch // LENGTH)):
+    for i in range(2 * max(1, config.tokens_per_micro_batch // LENGTH)):
         sample = Sample([], {}, key=(i, 0))
         sample.append([i % vocab_size] * PROMPT)
         sample.append([i % vocab_size] * (LENGTH - PROMPT), mask=1, advantage=1.0, logprob=-1.0)
@@ -278,66 +231,45 @@ def make_samples(config: Config, micro_batches: int, vocab_size: int) -> list[Sa
     return samples
 
 
-def make_trainer(config: Config, mesh, vocab_size: int) -> Trainer:
+def make_trainer(config: PlanConfig, mesh, vocab_size: int) -> Trainer:
     """A Trainer with an actor and, with --kl_coef, a reference, but no data, engine or log."""
     trainer_class, actor_class = (lora.LoRATrainer, lora.LoRAActor) if config.lora_rank else (Trainer, Actor)
     trainer = object.__new__(offload.extend(variants.extend(trainer_class)))
-    trainer.config = config
-    trainer.mesh = mesh
-    trainer.path = config.model
-    trainer.engine = SimpleNamespace(vocab_size=vocab_size)
-    trainer.reference = None
+    engine = SimpleNamespace(vocab_size=vocab_size)
+    vars(trainer).update(config=config, mesh=mesh, path=config.model, engine=engine)
     trainer.actor = actor_class(trainer.load_policy(), mesh, config)
     trainer.reference = trainer.load_policy() if config.kl_coef else None
     return trainer
 
 
-class Bucket:
+def flat_bucket(named_tensors: list) -> SimpleNamespace:
     """A stand-in for sglang's FlattenedTensorBucket: the same flat copy."""
-
-    def __init__(self, named_tensors: list):
-        self.flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
-
-    def get_flattened_tensor(self) -> torch.Tensor:
-        return self.flat
-
-    def get_metadata(self) -> list:
-        return []
-
-
-@contextmanager
-def fake_sglang():
-    """Modules with the names that SGLangEngine.push imports."""
-    names = ("utils", "utils.patch_torch", "weight_sync", "weight_sync.tensor_bucket")
-    modules = {f"sglang.srt.{name}": ModuleType(name) for name in names}
-    modules |= {"sglang": ModuleType("sglang"), "sglang.srt": ModuleType("sglang.srt")}
-    modules["sglang.srt.utils"].MultiprocessingSerializer = SimpleNamespace(serialize=lambda content: b"")
-    modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
-    modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = Bucket
-    with patch.dict(sys.modules, modules):
-        yield
+    flat = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
+    return SimpleNamespace(get_flattened_tensor=lambda: flat, get_metadata=list)
 
 
 def push(actor: Actor, mesh):
     """SGLangEngine.push, as a rank that does not talk to SGLang itself sees it."""
     engine = object.__new__(SGLangEngine)
-    engine.config = actor.config
-    engine.engine = None
-    engine.awake = False
-    engine.version = 0
-    engine.group = mesh["tp"].get_group()
-    with fake_sglang():
+    group = mesh["tp"].get_group()
+    vars(engine).update(config=actor.config, engine=None, awake=False, version=0, group=group)
+    names = ("", ".utils", ".utils.patch_torch", ".weight_sync", ".weight_sync.tensor_bucket")
+    modules = {f"sglang.srt{name}": ModuleType(name) for name in names} | {"sglang": ModuleType("sglang")}
+    modules["sglang.srt.utils"].MultiprocessingSerializer = SimpleNamespace(serialize=lambda content: b"")
+    modules["sglang.srt.utils.patch_torch"].monkey_patch_torch_reductions = lambda: None
+    modules["sglang.srt.weight_sync.tensor_bucket"].FlattenedTensorBucket = flat_bucket
+    with patch.dict(sys.modules, modules):  # which push imports
         engine.push(actor.whole_weights())
 
 
 # ---- The rehearsal ---------------------------------------------------------------------------------------
-def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> dict[str, dict]:
+def rehearse(config: PlanConfig, model_config) -> dict[str, dict]:
     """Executes the build, two updates and a push. Returns what Recorder.phase tells of each."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder()
     found = {}
     with fake_processes(config, model_config) as (mesh, on_cpu):
-        samples = make_samples(config, micro_batches, model_config.vocab_size)
+        samples = make_samples(config, model_config.vocab_size)
         with fake_machine(recorder, mode):
             trainer = make_trainer(on_cpu, mesh, model_config.vocab_size)
             found["build"] = recorder.phase()
@@ -367,69 +299,8 @@ def rehearse(config: RehearsalConfig, model_config, micro_batches: int = 2) -> d
     return found
 
 
-def host_seconds(config: RehearsalConfig, model_config, repeats: int = 5) -> float:
-    """Median seconds of a forward and backward pass of a model as deep as this one, but with tiny widths.
-
-    What is left is Python, autograd and dispatch: the host's share, which a GPU waits for if it is faster.
-    """
-    heads = config.tp_size * 2
-    tiny = {"hidden_size": 8 * heads, "intermediate_size": 8 * heads, "vocab_size": 64 * heads}
-    tiny |= {"num_attention_heads": heads, "num_key_value_heads": config.tp_size, "head_dim": 8}
-    small = type(model_config)(**model_config.to_dict() | tiny)
-    sample = make_samples(replace(config, tokens_per_micro_batch=0), 1, small.vocab_size)[0]
-    sample.tokens = sample.tokens[PROMPT - 2 : PROMPT + 6]
-    times = []
-    with fake_processes(config, small) as (mesh, on_cpu):
-        with patch.object(train.dcp, "load"):
-            trainer = make_trainer(on_cpu, mesh, small.vocab_size)
-        for parameter in trainer.actor.parameters.values():
-            torch.nn.init.normal_(parameter.to_local(), std=0.02)
-        if config.compile:
-            compile_layers(trainer.actor.model)
-        batch = train.Batch([sample], "cpu")
-        for _ in range(WARM_UP + repeats):
-            start = time.perf_counter()
-            loss, _ = trainer.forward(batch)
-            loss.backward()
-            times.append(time.perf_counter() - start)
-            trainer.actor.optimizer.zero_grad()
-    return statistics.median(times[WARM_UP:])
-
-
-def modelled(config: RehearsalConfig, model_config, update: dict, host: float, micro_batches: int) -> str:
-    """The seconds of a step on a card, from data sheets and assumptions; not measured."""
-    n = plan.sizes(config, model_config, config.processes)
-    peak = peak_flops(config.card)
-    memory, link = LINKS[config.card]
-    length = plan.longest(config)
-    samples = config.prompts_per_step * config.group_size / (config.processes // config.tp_size)  # per rank
-    tokens = samples * length
-    passes = math.ceil(tokens / max(config.tokens_per_micro_batch, length))
-    sent = sum(size for _, size in update["collectives"].values())
-    seconds = {
-        "compute": update["flops"] / micro_batches / (EFFICIENCY * peak),
-        "links": sent / micro_batches / (LINK_EFFICIENCY * link),
-        "host": host,
-    }
-    slowest = max(seconds, key=seconds.get)
-    updating = passes * seconds[slowest]
-    reads = n.s * n.whole + samples * length / 2 * 2 * n.s * n.keys * n.layers
-    rollout = config.max_new_tokens * max(reads / (EFFICIENCY * memory), 0.005)  # one token of every sample
-    step = rollout + updating + n.s * n.whole * n.tp / (LINK_EFFICIENCY * link)
-    useful = 3 * forward_flops(model_config, [LENGTH] * 8, 8 * (LENGTH - PROMPT)) / (8 * LENGTH) * tokens
-    mfu = useful / updating / config.tp_size / peak
-    parts = ", ".join(f"{name} {1e3 * time:.0f} ms" for name, time in seconds.items())
-    return (
-        f"A model, not a measurement, for {config.card}s: matrix products at {EFFICIENCY:.0%} of the peak, "
-        f"links at {LINK_EFFICIENCY:.0%},\nall completions as long as --max_new_tokens, nothing overlaps:\n"
-        f"  a pass: {parts}; bound by {slowest}; {passes} passes per step\n"
-        f"  a step: {step:.1f} s, of which rollout {rollout:.1f}, update {updating:.1f}; "
-        f"MFU of the update {mfu:.0%}"
-    )
-
-
 # ---- The command -----------------------------------------------------------------------------------------
-def planned(config: RehearsalConfig, model_config, is_whole: bool = False) -> dict[str, float]:
+def planned(config: PlanConfig, model_config, is_whole: bool = False) -> dict[str, float]:
     """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
     left_out = () if is_whole else ("engine", "reserve")
     # Where operations are recorded, autograd adds up gradients out of place: one more number per logit.
@@ -443,39 +314,32 @@ def planned(config: RehearsalConfig, model_config, is_whole: bool = False) -> di
     return peaks
 
 
-def report(config: RehearsalConfig, model_config, found: dict, seconds: float) -> str:
-    """The text that the command prints."""
+def report(config: PlanConfig, model_config, found: dict, seconds: float):
+    """Prints what was found."""
     whole = planned(config, model_config, is_whole=True)
     own = planned(config, model_config)
-    lines = [
-        f"{config.model} as rank {config.rank} of {config.processes}, tp {config.tp_size}, {config.dtype}, "
-        f"{config.tokens_per_micro_batch} tokens per pass; rehearsed in {seconds:.0f} s",
-        "",
-        "peak of live memory     rehearsed    planned   with SGLang and reserves",
-    ]
+    print(
+        f"{config.model} as one of {config.processes} ranks, tp {config.tp_size}, {config.dtype}, "
+        f"{config.tokens_per_micro_batch} tokens per pass; rehearsed in {seconds:.0f} s\n"
+    )
+    print("peak of live memory     rehearsed    planned   with SGLang and reserves")
     for name in own:
         sizes = [found[name]["peak"] / 1e9, own[name] / 1e9, whole[name] / 1e9]
-        lines.append("{:22}{:8.2f} GB{:8.2f} GB{:12.2f} GB".format(name, *sizes))
-    for name in ("update", "push"):
-        lines += ["", f"collectives of the {name} ({2 if name == 'update' else 1} times):"]
+        print("{:22}{:8.2f} GB{:8.2f} GB{:12.2f} GB".format(name, *sizes))
+    for name, times in (("update", 2), ("push", 1)):
+        print(f"\ncollectives of the {name} ({times} times):")
         for kind, (count, size) in sorted(found[name]["collectives"].items()):
-            lines.append(f"  {kind:24}{count:7} calls {size / 1e9:10.2f} GB")
-    lines += ["", "the host waits for the GPU (two micro-batches, one optimizer step):"]
-    waits = Counter(found["update"]["syncs"]) + Counter(found["update: step"]["syncs"])
-    lines += [f"  {count:4} x {line}" for line, count in waits.items()]
-    return "\n".join(lines)
+            print(f"  {kind:24}{count:7} calls {size / 1e9:10.2f} GB")
+    print("\nthe host waits for the GPU (two micro-batches, one optimizer step):")
+    for line, count in (found["update"]["syncs"] | found["update: step"]["syncs"]).items():
+        print(f"  {count:4} x {line}")
 
 
-def read_flags(arguments: list[str]) -> RehearsalConfig:
+def read_flags(arguments: list[str]) -> PlanConfig:
     """Flags to a config, as on a machine with GPUs. Raises UserError for what cannot be rehearsed."""
-    defaults = ["--gpu_gb=80", f"--model={Config.model}"]
-    config = plan.read_flags(defaults + arguments, RehearsalConfig)
+    config = plan.read_flags(["--gpu_gb=80", *arguments])
     if config.dtype != "bfloat16":
         raise UserError("--dtype must be bfloat16: packed attention on GPUs supports only 16 bits")
-    if config.card not in LINKS:
-        raise UserError(f"--card {config.card} is unknown; known are {', '.join(LINKS)}")
-    if not 0 <= config.rank < config.processes:
-        raise UserError(f"--rank {config.rank} is not among the {config.processes} processes")
     return config
 
 
@@ -492,11 +356,7 @@ def main():
     torch.set_num_threads(1)
     start = time.perf_counter()
     found = rehearse(config, model_config)
-    print(report(config, model_config, found, time.perf_counter() - start))
-    host = host_seconds(config, model_config) if config.host else 0.0
-    print(f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}")
-    print(f"host per micro-batch: {1e3 * host:.0f} ms, measured here\n")
-    print(modelled(config, model_config, found["update"], host, 2))
+    report(config, model_config, found, time.perf_counter() - start)
     if not plan.fits(config, model_config):
         way = plan.ways_out(config, model_config)[0]
         print(f"\nIt does not fit into {config.gpu_gb:g} GB. It would with {way}")
