@@ -64,8 +64,8 @@ def test_credit_to_tokens_and_to_steps_by_hand(critic, gae_lambda, value, flags,
     "critic, flags, advantages",
     [
         # Two samples of one step with rewards 1 and 0; values of tokens 0, 1 are 1/4, 1/2 in both. ppo has
-        # the advantages 3/4, 1/2 and -1/4, -1/2; with appo the value of a step is 1/4, and so they are 3/4 and
-        # -1/4. The return is the reward.
+        # the advantages 3/4, 1/2 and -1/4, -1/2; with appo a step has the value 1/4, and so 3/4 and -1/4. The
+        # return is the reward.
         ("ppo", {"normalize": "none"}, [0.75, 0.5, -0.25, -0.5]),
         ("appo", {"normalize": "none"}, [0.75, 0.75, -0.25, -0.25]),
         # Over tokens: mean 1/8, variance (25 + 9 + 9 + 25) / 64 / 3; over steps: mean 1/4, variance 1/2.
@@ -167,7 +167,7 @@ def check_run(folder):
 
 
 def test_ppo_runs(whole):
-    trainer = whole(trainer_class=extend(PPO), config_class=PPOConfig, steps=2, updates_per_step=2, **FLAGS)
+    trainer = whole(trainer_class=extend(PPO), config=PPOConfig, steps=2, updates_per_step=2, **FLAGS)
     trainer.fit()
     check_run(trainer.folder)
 
