@@ -53,13 +53,16 @@ def parse_flags(config_class: type, arguments: list[str]):
     return train.parse_flags(config_class, embedded.add_flags(arguments))
 
 
+def words(processes: int, command) -> list[str]:
+    """The words that run python, or torchrun with so many processes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [sys.executable, *(torchrun if processes else []), *map(str, command)]
+
+
 def run(*command, processes: int = 0, cwd=HERE, timeout: int = 600, **environment):
     """Runs python, or torchrun with so many processes, in a folder. Returns a CompletedProcess."""
-    launcher = [sys.executable]
-    if processes:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     options = {"cwd": cwd, "env": ENVIRONMENT | environment, "timeout": timeout}
-    return subprocess.run([*launcher, *map(str, command)], **options, capture_output=True, text=True)
+    return subprocess.run(words(processes, command), **options, capture_output=True, text=True)
 
 
 def needs_sglang(test):
@@ -120,12 +123,18 @@ def episode(tokens: int, rewards: list[float], turns: list[int] | None = None, *
     return sample
 
 
-def plain_logprobs(model, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs [N] of a sample's trained tokens in the plainest way: one sequence, all logits."""
+def plain_policy(model, sample: Sample, temperature: float):
+    """A distribution over V for each trained token [N] in the plainest way: one sequence, all logits."""
     ids = torch.from_numpy(sample.tokens["id"].astype(np.int64))
+    trained = torch.from_numpy(sample.tokens["mask"] == 1)
     logits = model(ids[None]).logits[0, :-1, :VOCAB].float() / temperature
-    logprobs = torch.log_softmax(logits, dim=-1).gather(1, ids[1:, None])[:, 0]
-    return logprobs[torch.from_numpy(sample.tokens["mask"][1:] == 1)]
+    return torch.distributions.Categorical(logits=logits[trained[1:]]), ids[trained]
+
+
+def plain_logprobs(model, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs [N] of a sample's trained tokens."""
+    policy, targets = plain_policy(model, sample, temperature)
+    return policy.log_prob(targets)
 
 
 class FakeEngine:
@@ -179,35 +188,18 @@ def other_logprobs(batch, shift: float) -> torch.Tensor:
     return batch.engine_logprobs + 0.2 * torch.sin(shift * batch.targets)
 
 
-def make_inputs(folder: Path):
-    """The models of FORMS, each with samples whose log-probs of the engine are near its own."""
-    for name in FORMS:
-        kind, form = name.split("-")
-        model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, form == "tied"))
-        samples = some_samples()
-        for sample in samples:
-            logprobs = plain_logprobs(model, sample, TEMPERATURE).detach().numpy()
-            noise = 0.1 * np.sin(7 * np.arange(len(logprobs)) + sample.row["i"])
-            sample.tokens["logprob"][sample.tokens["mask"] == 1] = logprobs + noise
-        torch.save(samples, folder / f"{name}.pt")
-
-
 def plain_update(model, samples: list[Sample], loss: str) -> tuple[torch.Tensor, dict]:
     """Loss and gradients of tests/parity.py's losses for all samples in the plainest way."""
     total = torch.zeros(())
     for sample in samples:
-        tokens = sample.tokens
-        trained = tokens["mask"] == 1
-        ids = torch.from_numpy(tokens["id"].astype(int))
-        logits = model(ids[None]).logits[0, :-1, :VOCAB] / TEMPERATURE
-        policy = torch.distributions.Categorical(logits=logits[torch.from_numpy(trained[1:])])
-        targets = ids[torch.from_numpy(trained)]
+        tokens = sample.tokens[sample.tokens["mask"] == 1]
+        policy, targets = plain_policy(model, sample, TEMPERATURE)
         logprobs = policy.log_prob(targets)
-        advantage = float(tokens["advantage"][trained][0])
+        advantage = float(tokens["advantage"][0])
         if loss == "plain":
             total = total - advantage * (logprobs - logprobs.detach()).exp().mean() / len(samples)
             continue
-        engine = torch.from_numpy(tokens["logprob"][trained])
+        engine = torch.from_numpy(tokens["logprob"].copy())
         old = engine + 0.2 * torch.sin(3.0 * targets)
         ref = engine + 0.2 * torch.sin(5.0 * targets)
         ratio = (logprobs - old).exp()
@@ -245,33 +237,34 @@ def columns():
     train.TOKEN[:] = before
 
 
-@cache
-def made_inputs(scratch: Path) -> Path:
-    folder = scratch / "models"
-    folder.mkdir()
-    make_inputs(folder)
-    return folder
-
-
-@cache  # test_train.py imports the fixture, which so exists twice
-def computed(scratch: Path) -> Path:
-    folder = scratch / "compared"
-    folder.mkdir()
-    done = run("tests/parity.py", "few", made_inputs(scratch), folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return folder
-
-
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory):
-    """The folder with the models and samples of make_inputs."""
-    return made_inputs(tmp_path_factory.getbasetemp())
+    """The models of FORMS, each with samples whose log-probs of the engine are near its own."""
+    folder = tmp_path_factory.getbasetemp() / "models"
+    if folder.exists():  # test_train.py imports these fixtures, which so exist twice
+        return folder
+    folder.mkdir()
+    for name in FORMS:
+        kind, form = name.split("-")
+        model = AutoModelForCausalLM.from_pretrained(random_model(folder / name, kind, form == "tied"))
+        samples = some_samples()
+        for sample in samples:
+            logprobs = plain_logprobs(model, sample, TEMPERATURE).detach().numpy()
+            noise = 0.1 * np.sin(7 * np.arange(len(logprobs)) + sample.row["i"])
+            sample.tokens["logprob"][sample.tokens["mask"] == 1] = logprobs + noise
+        torch.save(samples, folder / f"{name}.pt")
+    return folder
 
 
 @pytest.fixture(scope="session")
-def compared(tmp_path_factory):
+def compared(inputs):
     """The folder with what tests/parity.py has computed in 1, 2 and 4 processes."""
-    return computed(tmp_path_factory.getbasetemp())
+    folder = inputs.parent / "compared"
+    if not folder.exists():
+        folder.mkdir()
+        done = run("tests/parity.py", "few", inputs, folder)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return folder
 
 
 @pytest.fixture
@@ -280,18 +273,15 @@ def whole(mesh, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "init_distributed", lambda config: mesh)
     runs = itertools.count()
 
-    def make(
-        reward_fn=lambda sample: int(sample.tokens["id"].sum()) % 7,
-        env_step=None,
-        trainer_class=VariantTrainer,
-        config_class=Config,
-        **flags,
-    ) -> Trainer:
+    def default_reward(sample):
+        return int(sample.tokens["id"].sum()) % 7
+
+    def make(reward_fn=default_reward, env_step=None, trainer_class=VariantTrainer, config=Config, **flags):
         options = {"model": str(TINY), "data": f"{COUNTDOWN}/train.jsonl:train[:20]", "eval_data": ""}
         options |= {"engine": "local", "device": "cpu", "dtype": "float32", "steps": 5, "prompts_per_step": 4}
         options |= {"group_size": 2, "max_new_tokens": 8, "lr": 1e-3, "warmup_steps": 0}
         options |= {"gradient_checkpointing": False, "output_dir": str(tmp_path / f"run{next(runs)}")}
-        return trainer_class(config_class(**options | flags), RLDataset, reward_fn, env_step)
+        return trainer_class(config(**options | flags), RLDataset, reward_fn, env_step)
 
     return make
 

@@ -8,7 +8,6 @@ signatures with those of the real one.
 
 import asyncio
 import sys
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -119,57 +118,30 @@ class FakeEngine:
         self.alive = False
 
 
-@dataclass
-class Metadata:
-    """Where a tensor lies in a bucket, as sglang's FlattenedTensorMetadata."""
-
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    start_idx: int
-    end_idx: int
-
-
 class FlattenedTensorBucket:
     """Named tensors as one tensor of bytes, and back."""
 
-    def __init__(
-        self, named_tensors: list | None = None, flattened_tensor=None, metadata: list | None = None
-    ):
+    def __init__(self, named_tensors: list | None = None, flattened_tensor=None, metadata=None):
+        if named_tensors is not None:
+            flattened_tensor = torch.cat([tensor.flatten().view(torch.uint8) for _, tensor in named_tensors])
+            metadata = [(name, tensor.shape, tensor.dtype) for name, tensor in named_tensors]
         self.flattened_tensor = flattened_tensor
         self.metadata = metadata
-        if flattened_tensor is not None:
-            return
-        if not named_tensors:
-            raise ValueError("Cannot create empty tensor bucket")
-        parts = [tensor.flatten().view(torch.uint8) for _, tensor in named_tensors]
-        self.flattened_tensor = torch.cat(parts)
-        self.metadata = []
-        start = 0
-        for (name, tensor), part in zip(named_tensors, parts):
-            self.metadata.append(Metadata(name, tensor.shape, tensor.dtype, start, start + len(part)))
-            start += len(part)
 
     def get_flattened_tensor(self) -> torch.Tensor:
         return self.flattened_tensor
 
-    def get_metadata(self) -> list[Metadata]:
+    def get_metadata(self) -> list:
         return self.metadata
 
     def reconstruct_tensors(self) -> list[tuple[str, torch.Tensor]]:
         found = []
-        for part in self.metadata:
-            content = self.flattened_tensor[part.start_idx : part.end_idx]
-            found.append((part.name, content.view(part.dtype).reshape(part.shape)))
+        start = 0
+        for name, shape, dtype in self.metadata:
+            end = start + shape.numel() * dtype.itemsize
+            found.append((name, self.flattened_tensor[start:end].view(dtype).reshape(shape)))
+            start = end
         return found
-
-
-class MultiprocessingSerializer:
-    """Serializes nothing: what is sent stays in this process."""
-
-    @staticmethod
-    def serialize(obj, output_str: bool = False):
-        return obj
 
 
 def install(monkeypatch, engine_class: type = FakeEngine) -> dict[str, ModuleType]:
@@ -181,7 +153,7 @@ def install(monkeypatch, engine_class: type = FakeEngine) -> dict[str, ModuleTyp
         monkeypatch.setitem(sys.modules, name, module)
         modules[name.split(".")[-1]] = module
     modules["sglang"].Engine = engine_class
-    modules["utils"].MultiprocessingSerializer = MultiprocessingSerializer
+    modules["utils"].MultiprocessingSerializer = SimpleNamespace(serialize=lambda content: content)
     modules["patch_torch"].monkey_patch_torch_reductions = lambda: None
     modules["tensor_bucket"].FlattenedTensorBucket = FlattenedTensorBucket
     return modules

@@ -7,7 +7,6 @@ run. `all`, for the slow tests: all cases of gradients.
 
 import logging
 import os
-import socket
 import sys
 from copy import deepcopy
 from pathlib import Path
@@ -47,35 +46,23 @@ LOSSES = {
     "plain": {"aggregation": "sequence"},
     "all terms": {"aggregation": "token", "kl_coef": 0.05, "entropy_coef": 0.01, "tis_cap": 1.1},
 }
-COMMON = {
-    "device": "cpu",
-    "max_new_tokens": 8,
-    "temperature": TEMPERATURE,
-    "max_grad_norm": 0.1,
-    "warmup_steps": 0,
-}
+COMMON = {"device": "cpu", "max_new_tokens": 8, "temperature": TEMPERATURE, "max_grad_norm": 0.1}
 
 
-def fork(function, processes: int, *args):
-    """Runs function(*args) in as many forked ranks; raises if one of them fails."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ["LOCAL_WORLD_SIZE"] = str(processes)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-    torch.multiprocessing.start_processes(join, (function, args), processes, start_method="fork")
+def losses_of(case: tuple, cases: dict) -> list[str]:
+    """Both losses; the fast tests, which run FEW cases, take one of them for each."""
+    return list(LOSSES) if cases is CASES else ["all terms" if case[2] == 60 else "plain"]
 
 
-def join(rank: int, function, args: tuple):
-    """Runs a function in a rank that has joined the others; it may then make many meshes."""
-    os.environ["RANK"] = str(rank)
-    train.RANK = rank
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    train.dist.init_process_group = lambda *args, **options: None
-    function(*args)
-    dist.barrier()
-    os._exit(0)  # at once: destructors of many meshes take seconds
+def save(content, file: Path):
+    if dist.get_rank() == 0:
+        torch.save(content, file)
+
+
+def own_samples(file: Path, mesh: dict, in_turn: int = 1) -> list:
+    """This rank's groups of a file: so many for each rank in turn."""
+    samples, dp = torch.load(file, weights_only=False), mesh["dp"]
+    return [one for one in samples if one.key[0] // in_turn % dp.size() == dp.get_local_rank()]
 
 
 def update(trainer, samples: list, loss: str) -> dict:
@@ -88,86 +75,62 @@ def update(trainer, samples: list, loss: str) -> dict:
             batch.ref_logprobs = other_logprobs(batch, 5.0)
     record = {"loss": actor.backward(batches, trainer.forward)["loss"], "batches": len(batches)}
     record["keys"] = [sample.key for batch in batches for sample in batch.samples]
-    gradients = {name: parameter.grad.full_tensor() for name, parameter in actor.parameters.items()}
-    record["gradients"] = {name: gradient.clone() for name, gradient in gradients.items()}
-    kept = train.clip_grad_norm_
-
-    def clip(parameters, *args, **options):
-        norm = kept(parameters, *args, **options)
-        clipped = [parameter.grad.full_tensor().flatten() for parameter in actor.parameters.values()]
-        record["clipped_norm"] = torch.cat(clipped).norm().item()
-        return norm
-
-    train.clip_grad_norm_ = clip
+    record["gradients"] = {name: one.grad.full_tensor().clone() for name, one in actor.parameters.items()}
     record["grad_norm"] = actor.optimizer_step()
-    train.clip_grad_norm_ = kept
+    moments = [one["exp_avg"].full_tensor().flatten() for one in actor.optimizer.state.values()]
+    record["clipped_norm"] = torch.cat(moments).norm().item() / (1 - 0.9)  # of the first step of Adam
     return record
 
 
-def losses_of(case: tuple, cases: dict) -> list[str]:
-    """Both losses; the fast tests, which run FEW cases, take one of them for each."""
-    return list(LOSSES) if cases is CASES else ["all terms" if case[2] == 60 else "plain"]
-
-
-def compare_gradients(processes: int, all_cases: dict, inputs: Path, outputs: Path):
+def compare_gradients(all_cases: dict, inputs: Path, outputs: Path):
     """For each case, model and loss an update of the model's samples, which rank 0 writes to a file."""
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    processes = dist.get_world_size()
     for name in FORMS:
-        samples = torch.load(inputs / f"{name}.pt", weights_only=False)
         for case in all_cases[processes]:
             tp, copies, budget, recompute = case
-            flags = {"model": str(inputs / name), "tp_size": tp, "dp_replicate": copies}
+            flags = COMMON | {"model": str(inputs / name), "tp_size": tp, "dp_replicate": copies}
             flags |= {"tokens_per_micro_batch": budget, "gradient_checkpointing": recompute}
-            mesh = train.init_distributed(Config(**COMMON | flags))
-            dp = mesh["dp"]
-            in_turn = 4 if recompute else 1  # uneven where ranks share their samples
-            mine = [one for one in samples if one.key[0] // in_turn % dp.size() == dp.get_local_rank()]
+            mesh = train.init_distributed(Config(**flags))
+            mine = own_samples(inputs / f"{name}.pt", mesh, 4 if recompute else 1)  # uneven, to be balanced
+            trainer_class = balance.extend(VariantTrainer) if recompute else VariantTrainer
             for loss in losses_of(case, all_cases):
-                balanced = {"trainer_class": balance.extend(VariantTrainer)} if recompute else {}
-                config = Config(**COMMON | flags | LOSSES[loss], token_groups=0)
-                record = update(make_trainer(config, mesh, **balanced), deepcopy(mine), loss)
-                if dist.get_rank() == 0:
-                    torch.save(record, outputs / f"{name}-{loss}-{dist.get_world_size()}-{case}.pt")
+                trainer = make_trainer(Config(**flags | LOSSES[loss], token_groups=0), mesh, trainer_class)
+                record = update(trainer, deepcopy(mine), loss)
+                save(record, outputs / f"{name}-{loss}-{processes}-{case}.pt")
 
 
 def compare_weights(inputs: Path, outputs: Path):
     """Whole weights over all layouts are those of the folder to the bit; the exports are written."""
     for name in FORMS:
-        original = AutoModelForCausalLM.from_pretrained(inputs / name)
+        expected = dict(AutoModelForCausalLM.from_pretrained(inputs / name).named_parameters())
         for tp, dtype in ((2, "float32"), (2, "bfloat16"), (1, "bfloat16")):
             config = Config(model=str(inputs / name), device="cpu", tp_size=tp, dtype=dtype)
             mesh = train.init_distributed(config)
             actor = train.Actor(train.load_policy(config.model, mesh, config, VOCAB), mesh, config)
-            found = {name: whole.clone() for bucket in actor.whole_weights() for name, whole in bucket}
-            expected = dict(original.named_parameters())
+            found = {key: whole.clone() for bucket in actor.whole_weights() for key, whole in bucket}
             assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
             for key, value in found.items():
-                assert torch.equal(value, expected[key].to(value.dtype)), (name, tp, key)
-                held = actor.parameters[key].full_tensor().to(value.dtype)
-                assert torch.equal(value, held), (name, tp, key)
                 assert value.dtype == getattr(torch, dtype)
+                for other in (expected[key], actor.parameters[key].full_tensor()):
+                    assert torch.equal(value, other.to(value.dtype)), (name, tp, key)
         actor.save(inputs / name, outputs / f"{name}-export")
 
 
 def compare_adapters(inputs: Path, outputs: Path):
     """Updates of adapters with tp 2 and without, which rank 0 writes to files, with the merged weights."""
     for name in ADAPTED:
-        samples = torch.load(inputs / f"{name}.pt", weights_only=False)
         for tp in (1, 2):
-            flags = {"model": str(inputs / name), "tp_size": tp, "tokens_per_micro_batch": 60}
-            config = lora.LoRAConfig(**COMMON | flags, lora_rank=4, lora_alpha=6)
+            flags = COMMON | {"model": str(inputs / name), "tp_size": tp, "tokens_per_micro_batch": 60}
+            config = lora.LoRAConfig(**flags, lora_rank=4, lora_alpha=6)
             mesh = train.init_distributed(config)
-            dp = mesh["dp"]
-            mine = [one for one in samples if one.key[0] % dp.size() == dp.get_local_rank()]
             trainer = make_trainer(config, mesh, lora.LoRATrainer, lora.LoRAActor)
             for weight in trainer.actor.parameters.values():  # at the start B is 0, and so A's gradient
                 generator = torch.Generator().manual_seed(1)
                 lora.fill(weight, 0.1 * torch.randn(weight.shape, generator=generator))
             adapters = {key: one.full_tensor().clone() for key, one in trainer.actor.parameters.items()}
             merged = {key: one for bucket in trainer.actor.whole_weights() for key, one in bucket}
-            record = update(trainer, mine, "plain") | {"adapters": adapters, "merged": merged}
-            if dist.get_rank() == 0:
-                torch.save(record, outputs / f"{name}-lora-{tp}.pt")
+            record = update(trainer, own_samples(inputs / f"{name}.pt", mesh), "plain")
+            save(record | {"adapters": adapters, "merged": merged}, outputs / f"{name}-lora-{tp}.pt")
 
 
 def dither_parts(inputs: Path, outputs: Path):
@@ -175,25 +138,22 @@ def dither_parts(inputs: Path, outputs: Path):
     flags = {"model": str(inputs / "qwen2-tied"), "tp_size": 2, "dp_replicate": 2, "dtype": "bfloat16"}
     config = Config(**COMMON | flags)
     weights = make_trainer(config, train.init_distributed(config)).actor.parameters
-    with torch.no_grad():
-        for weight in weights.values():  # bf16 numbers, as in a checkpoint
-            weight.to_local().copy_(weight.to_local().bfloat16())
+    for weight in weights.values():  # bf16 numbers, as in a checkpoint
+        weight.data.copy_(weight.data.bfloat16())
     dither.dither_all(list(weights.values()), seed=0)
     mine = {name: (dither.part_of(weight), weight.to_local()) for name, weight in weights.items()}
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
-    if dist.get_rank() == 0:
-        torch.save(everyones, outputs / "dithered.pt")
+    save(everyones, outputs / "dithered.pt")
 
 
 def learn(case: tuple, outputs: Path):
     """A short run of the embedded model, in a folder of its own."""
     tp, copies = case
-    name = f"{dist.get_world_size()}-{tp}-{copies}"
     config = parse_flags(Config, ["--steps", "2", "--prompts_per_step", "8", "--group_size", "4"])
     options = {"tp_size": tp, "dp_replicate": copies, "max_new_tokens": 20, "eval_every": 0, "lr": 1e-3}
-    options |= {"updates_per_step": 2, "warmup_steps": 0, "output_dir": str(outputs / name)}
-    vars(config).update(options)
+    options["output_dir"] = str(outputs / f"{dist.get_world_size()}-{tp}-{copies}")
+    vars(config).update(options | {"updates_per_step": 2, "warmup_steps": 0})
     VariantTrainer(config, train.RLDataset, lambda sample: len(sample.text) % 7, None).fit()
 
 
@@ -205,26 +165,30 @@ def uneven_machines(outputs: Path):
     (outputs / f"uneven-{dist.get_rank()}").write_text(str(trainer.neighbors))
 
 
-def compare(processes: int, cases: dict, inputs: Path, outputs: Path):
-    """Everything that runs in so many processes."""
-    compare_gradients(processes, cases, inputs, outputs)
-    if cases is CASES:
-        return
-    if processes in RUNS:
+def compare(rank: int, processes: int, cases: dict, inputs: Path, outputs: Path):
+    """Everything that runs in so many processes, in one of them; it may make many meshes."""
+    train.RANK = rank
+    os.environ |= {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    store = dist.FileStore(str(outputs / f"store-{processes}"), processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes)
+    train.dist.init_process_group = lambda *args, **options: None
+    compare_gradients(cases, inputs, outputs)
+    if cases is FEW and processes in RUNS:
         learn(RUNS[processes], outputs)
-    if processes == 2:
+    if cases is FEW and processes == 2:
         compare_weights(inputs, outputs)
         compare_adapters(inputs, outputs)
-    if processes == 4:
+    if cases is FEW and processes == 4:
         dither_parts(inputs, outputs)
         uneven_machines(outputs)
-
-
-def main(job: str, inputs: Path, outputs: Path):
-    cases = FEW if job == "few" else CASES
-    for processes in cases:
-        fork(compare, processes, processes, cases, inputs, outputs)
+    dist.barrier()
+    os._exit(0)  # at once: destructors of many meshes take seconds
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    cases = FEW if sys.argv[1] == "few" else CASES
+    for processes in cases:
+        arguments = (processes, cases, *map(Path, sys.argv[2:]))
+        torch.multiprocessing.start_processes(compare, arguments, processes, start_method="fork")

@@ -1,38 +1,26 @@
 """Runs in processes of their own, and what they leave behind, compared to the bit."""
 
-import json
 import subprocess
-import sys
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 from extras.checkpoint import checkpoints
-from tests.conftest import ENVIRONMENT, HERE
+from tests.conftest import ENVIRONMENT, HERE, read_rows, words
 
-MEASURED = (  # metrics that begin like this depend on the clock; a probe of the gate runs if there is time
-    "time_",
-    "idle_rollout",
-    "peak_gb",
-    "rollout_tokens_per_s",
-    "train_tokens_per_s",
-    "mfu",
-    "gate_diff",
-)
+# Metrics that begin like this depend on the clock; a probe of the gate runs if there is time.
+MEASURED = tuple("time_ idle_rollout peak_gb rollout_tokens_per_s train_tokens_per_s mfu gate_diff".split())
 EQUAL = {"metrics": 0, "samples": 0, "tensors": 0}
 
 
 def start(log: Path, *command, processes: int = 0, **environment) -> subprocess.Popen:
     """Starts python, or torchrun with so many processes, in a session of its own; a file gets its output."""
-    launcher = [sys.executable]
-    if processes:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command = [*launcher, *map(str, command)]
     options = {"cwd": HERE, "env": ENVIRONMENT | environment, "start_new_session": True}
     with log.open("w") as file:
-        return subprocess.Popen(command, **options, stdout=file, stderr=file)
+        return subprocess.Popen(words(processes, command), **options, stdout=file, stderr=file)
 
 
 def wait_for(condition, process: subprocess.Popen, seconds: float = 300):
@@ -50,13 +38,13 @@ def count_lines(path: Path) -> int:
 
 def read_metrics(folder: Path) -> list[dict]:
     """The records of a run, without what it measured."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    records = read_rows(folder / "metrics.jsonl")
     return [{name: x for name, x in record.items() if not name.startswith(MEASURED)} for record in records]
 
 
 def read_samples(folder: Path) -> list[dict]:
     """The samples of a run; of a failure, only that there is one, because it names its place in the code."""
-    samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    samples = read_rows(folder / "samples.jsonl")
     return [sample | {"failure": bool(sample["failure"])} for sample in samples]
 
 
@@ -75,11 +63,9 @@ def differences(one: Path, other: Path) -> dict[str, int]:
     counts = {}
     for name, read in (("metrics", read_metrics), ("samples", read_samples)):
         first, second = read(one), read(other)
-        unequal = sum(a != b for a, b in zip(first, second))
-        counts[name] = unequal + abs(len(first) - len(second))
         assert first
+        counts[name] = sum(a != b for a, b in zip_longest(first, second))
     first, second = read_tensors(one), read_tensors(other)
-    same = [name for name in first.keys() & second.keys() if torch.equal(first[name], second[name])]
-    counts["tensors"] = len(first.keys() | second.keys()) - len(same)
     assert first
-    return counts
+    same = [name for name in first.keys() & second.keys() if torch.equal(first[name], second[name])]
+    return counts | {"tensors": len(first.keys() | second.keys()) - len(same)}

@@ -1,13 +1,11 @@
 """Tests of recipes/algorithms.py: each row by hand, critics against plain formulas, losses against TRL."""
 
 import asyncio
-import json
 import math
 import re
 from collections import defaultdict
 from copy import copy
 from pathlib import Path
-from statistics import fmean, stdev
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +16,6 @@ import torch.distributed as dist
 import train
 from recipes.algorithms import ALGORITHMS, AlgorithmConfig
 from recipes.formulas import number_units, policy_loss, token_returns
-from recipes.ppo import CRITICS, PPO, PPOConfig
 from recipes.trainer import AlgorithmTrainer, store
 from tests.conftest import episode, parse_flags
 from train import Sample, UserError
@@ -241,35 +238,6 @@ def test_penalties_join_the_advantage_but_not_the_reward(mesh):
     assert sum(found, []) == pytest.approx([0.2] * 8 + [-0.2] * 4) and samples[0].reward == 1
 
 
-# --------------------------------------------- properties -----------------------------------------------
-@pytest.mark.parametrize("algo", ALGORITHMS)
-def test_a_constant_on_all_rewards_changes_no_advantage(mesh, algo):
-    rewards = [0.0, 1.0, 0.25, 0.0, 1.0, 1.0, 0.5, 0.75]
-    found = []
-    for more in (0.0, 7.0):
-        samples = [episode(1 + i % 3, [reward + more]) for i, reward in enumerate(rewards)]
-        found.append(sum(advantages_of(samples, mesh, algo=algo, group_size=4), []))
-    if algo == "reinforce":  # the one without anything to compare with
-        assert found[0] != found[1]
-    else:
-        assert found[0] == pytest.approx(found[1], abs=1e-6)
-
-
-@pytest.mark.parametrize("algo", ALGORITHMS)
-def test_on_policy_every_gradient_is_that_of_reinforce(mesh, algo):
-    samples = [episode(1 + i % 3, [float(i % 2)]) for i in range(4)]
-    advantages = torch.tensor(sum(advantages_of(samples, mesh, algo=algo), []))
-    config = make_config(algo=algo, group_size=4)
-    logprobs = torch.randn(len(advantages), generator=torch.Generator().manual_seed(0)) - 2
-    _, gradient, clipped = loss_of(samples, config, mesh, logprobs, old=None)
-    weights = np.concatenate([sample.tokens["weight"][1:] for sample in samples])
-    # A sequence's tokens share what they get together, which is the same for all of them.
-    torch.testing.assert_close(
-        torch.tensor(gradient), -torch.tensor(weights) * advantages, rtol=1e-5, atol=1e-7
-    )
-    assert not any(clipped)
-
-
 # ----------------------------------------------- flags --------------------------------------------------
 @pytest.mark.parametrize(
     "flags, message",
@@ -394,76 +362,6 @@ def test_rewards_are_one_per_turn(mesh):
             asyncio.run(trainer.score(sample))
 
 
-# ------------------------------------------- slow references --------------------------------------------
-# The critics of recipes/ppo.py, sample by sample.
-def gae_as_a_sum(rewards, values, discounts, lam: float) -> list[float]:
-    """arXiv:1506.02438 eq. 16: A_t = sum_(k >= t) lambda^(k - t) d_t .. d_k-1 delta_k, with discounts d."""
-    n = len(rewards)
-    following = [*values[1:], 0.0]
-    deltas = [rewards[k] + discounts[k] * following[k] - values[k] for k in range(n)]
-    return [
-        sum(math.prod(lam * d for d in discounts[t:k]) * deltas[k] for k in range(t, n)) for t in range(n)
-    ]
-
-
-def plain_advantages(critic: str, sample: Sample, gamma: float, lam: float) -> list[float]:
-    """Those of a sample's tokens; with appo, of its turns."""
-    values = sample.tokens["value"][1:]
-    turns = sample.tokens["turn"][1:].tolist()
-    if critic == "appo":  # a turn's value is that of its first token
-        begins = [turns.index(k) for k in range(len(sample.rewards))]
-        return gae_as_a_sum(sample.rewards, values[begins], [gamma] * len(begins), lam)
-    is_last = [t + 1 == len(turns) or turns[t + 1] != turns[t] for t in range(len(turns))]  # of its turn
-    paid = [sample.rewards[k] * last for k, last in zip(turns, is_last)]
-    discounts = [gamma if last or critic == "ppo" else 1.0 for last in is_last]
-    return gae_as_a_sum(paid, values, discounts, lam)
-
-
-def plain_critics_loss(critic: str, samples: list[Sample], logps: list) -> torch.Tensor:
-    """The clipped surrogate, summed as each paper sums it, from the log-probs of each sample."""
-    A = [plain_advantages(critic, sample, gamma=0.9, lam=0.8) for sample in samples]
-    together = sum(A, [])
-    terms = []
-    for sample, new, a in zip(samples, logps, A):
-        advantages = (torch.tensor(a) - fmean(together)) / stdev(together)
-        log_ratio = new - torch.from_numpy(sample.tokens["logprob"][1:].copy())
-        if critic == "appo":  # OpenR: a turn has one ratio, exp(sum of new - sum of old)
-            turns = sample.tokens["turn"][1:]
-            log_ratio = torch.stack([log_ratio[turns == k].sum() for k in range(len(a))])
-        ratio = log_ratio.exp()
-        terms.append(-torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages))
-    if critic == "ppo":  # Oat: the mean over a completion's tokens, then over completions
-        return torch.stack([term.mean() for term in terms]).mean()
-    return torch.cat(terms).mean()  # over tokens; with appo, over turns
-
-
-@pytest.mark.parametrize("critic", CRITICS)
-def test_critics_loss_and_gradient_equal_plain_ones(mesh, critic):
-    generator = torch.Generator().manual_seed(5)
-    samples = []
-    for lengths in ([2, 3], [4], [1, 1, 2], [3, 2], [6], [2, 2, 2, 1]):  # turns of a sample, in tokens
-        turns = np.repeat(np.arange(len(lengths)), lengths)
-        logprobs, values = torch.randn(2, len(turns), generator=generator).numpy()
-        rewards = torch.randn(len(lengths), generator=generator).tolist()
-        samples.append(episode(len(turns), rewards, turns, logprob=0.7 * logprobs - 1.5, value=values))
-    number_groups(samples, len(samples))
-    old = torch.from_numpy(np.concatenate([sample.tokens["logprob"][1:] for sample in samples]))
-    logps = (old + 0.3 * torch.randn(len(old), generator=generator)).requires_grad_()
-    parts = logps.split([len(sample.tokens) - 1 for sample in samples])
-    expected = plain_critics_loss(critic, samples, parts)
-    (expected_gradient,) = torch.autograd.grad(expected, logps)
-
-    config = PPOConfig(critic=critic, gamma=0.9, gae_lambda=0.8, group_size=6, engine="local", device="cpu")
-    trainer = make_trainer(config, mesh, PPO)
-    trainer.critic = SimpleNamespace(model=SimpleNamespace(values=None))
-    trainer.line_ends = []
-    trainer.store_values = lambda *arguments: None  # they are there
-    trainer.compare(samples)
-    loss, gradient, _ = loss_of(samples, config, mesh, logps.detach(), old=old)
-    assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
-    torch.testing.assert_close(torch.tensor(gradient), expected_gradient, rtol=1e-5, atol=1e-5)
-
-
 # TRL, where it is installed
 TRL = {  # case: what TRL is told, and what we are told
     "grpo": ({"loss_type": "grpo"}, {"algo": "grpo"}),
@@ -484,8 +382,7 @@ TRL = {  # case: what TRL is told, and what we are told
 def trl_trainer(case: str, logps: torch.Tensor, config) -> SimpleNamespace:
     """What TRL's _compute_loss needs of a GRPOTrainer."""
     flags = dict(TRL[case][0])
-    arguments = {"use_bias_correction_kl": False, "steps_per_generation": 1}
-    arguments["delta"] = flags.pop("delta", None)
+    delta = flags.pop("delta", None)
     options = {
         "_get_per_token_logps_and_entropies": lambda *_, **__: (logps, torch.zeros_like(logps), None),
         "aux_loss_enabled": False,
@@ -493,7 +390,7 @@ def trl_trainer(case: str, logps: torch.Tensor, config) -> SimpleNamespace:
         "off_policy_mask_threshold": None,
         "importance_sampling_level": "token",
         "beta": 0.0,
-        "args": SimpleNamespace(**arguments),
+        "args": SimpleNamespace(use_bias_correction_kl=False, steps_per_generation=1, delta=delta),
         "epsilon_low": config.clip_low,
         "epsilon_high": 1 + config.clip_high if case == "cispo" else config.clip_high,
         "use_vllm": False,
@@ -518,17 +415,11 @@ def test_loss_and_gradient_equal_those_of_trl(mesh, case):
     old, ref, engine = (logps.detach() + 0.5 * torch.randn(6, 8, generator=generator) for _ in range(3))
     advantages = torch.randn(6, generator=generator)
     config = make_config(**TRL[case][1], max_new_tokens=11)
-    inputs = {
-        "prompt_ids": mask[:, :1],
-        "prompt_mask": mask[:, :1],
-        "completion_ids": mask,
-        "completion_mask": mask,
-        "advantages": advantages,
-        "old_per_token_logps": old,
-        "ref_per_token_logps": ref,
-        "num_items_in_batch": mask.sum(),
-        "importance_sampling_ratio": (old - engine).exp().clamp(max=2.0),
-    }
+    inputs = dict.fromkeys(["prompt_ids", "prompt_mask"], mask[:, :1])
+    inputs |= dict.fromkeys(["completion_ids", "completion_mask"], mask)
+    inputs |= {"advantages": advantages, "old_per_token_logps": old, "ref_per_token_logps": ref}
+    inputs |= {"num_items_in_batch": mask.sum()}
+    inputs |= {"importance_sampling_ratio": (old - engine).exp().clamp(max=2.0)}
     theirs = trl.GRPOTrainer._compute_loss(trl_trainer(case, logps, config), None, inputs)
     (expected,) = torch.autograd.grad(theirs, logps)
     samples = [episode(n, [0.0], advantage=advantage) for n, advantage in zip(lengths, advantages.tolist())]
@@ -540,23 +431,27 @@ def test_loss_and_gradient_equal_those_of_trl(mesh, case):
 
 
 # ----------------------------------------------- units --------------------------------------------------
-def test_units_are_numbered_over_all_samples():
-    owners, steps = number_units(
-        [episode(3, [0, 0], turns=[0, 0, 1]), episode(1, [0]), episode(2, [0, 0], [0, 1])]
-    )
+def test_units_are_numbered_over_all_samples(mesh):
+    samples = [episode(3, [0, 0], turns=[0, 0, 1]), episode(1, [0]), episode(2, [0, 0], turns=[0, 1])]
+    owners, steps = number_units(samples)
     assert owners.tolist() == [0, 0, 0, 1, 2, 2] and steps.tolist() == [0, 0, 1, 2, 3, 4]
-    assert [len(unit) for unit in number_units([])] == [0, 0]  # a rank may have no groups
-
-
-def test_a_rank_without_groups_takes_part(mesh):
-    for algo in ("grpo", "rebn", "reinforce_pp"):
+    for algo in ("grpo", "rebn", "reinforce_pp"):  # a rank may have no groups
         trainer = make_trainer(make_config(algo=algo), mesh)
         trainer.compare([])
         assert len(trainer.micro_batches([])) == 1
 
 
+def test_all_tokens_of_a_step_have_one_ratio(mesh):
+    # Steps of 2 and 1 tokens with ratios 1.25 * 0.96 = 1.2 and 0.9; weights 1/3. Each token moves its step's.
+    sample = episode(3, [0, 0], turns=[0, 0, 1], advantage=1.0)
+    logprobs = torch.tensor([1.25, 0.96, 0.9]).log() - 1
+    loss, gradient, clipped = loss_of([sample], make_config(ratio="step"), mesh, logprobs)
+    assert loss == pytest.approx(-(1.2 + 1.2 + 0.9) / 3)
+    assert gradient == pytest.approx([-0.8, -0.8, -0.3]) and not any(clipped)
+
+
 # ----------------------------------------------- ranks --------------------------------------------------
-def split_over_ranks(rank: int, ranks: int, folder: str):
+def split_over_ranks(rank: int, ranks: int, folder: Path):
     """For each row the advantages and weights of this rank's tokens, by sample; written to a file."""
     if dist.is_initialized():  # of the parent, whose connections a fork does not share
         dist.distributed_c10d._world.pg_map.clear()
@@ -577,17 +472,15 @@ def split_over_ranks(rank: int, ranks: int, folder: str):
         trainer.compare(mine)
         trainer.micro_batches(mine)
         for sample in mine:
-            values = [*sample.tokens["advantage"].tolist(), *sample.tokens["weight"].tolist()]
-            found[f"{algo} {sample.key}"] = values
-    Path(f"{folder}/{ranks}-{rank}.json").write_text(json.dumps(found))
+            found[algo, sample.key] = np.concatenate([sample.tokens["advantage"], sample.tokens["weight"]])
+    torch.save(found, folder / f"{ranks}-{rank}")
 
 
 def test_no_row_depends_on_the_number_of_ranks(tmp_path):
     found = []
     for ranks in (1, 2, 3):
-        arguments = (ranks, str(tmp_path))
-        torch.multiprocessing.start_processes(split_over_ranks, arguments, ranks, start_method="fork")
-        parts = [json.loads((tmp_path / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
+        torch.multiprocessing.start_processes(split_over_ranks, (ranks, tmp_path), ranks, start_method="fork")
+        parts = [torch.load(tmp_path / f"{ranks}-{rank}", weights_only=False) for rank in range(ranks)]
         found.append({key: values for part in parts for key, values in part.items()})
     assert len(found[0]) == 12 * len(ALGORITHMS)
     for other in found[1:]:

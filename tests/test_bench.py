@@ -5,13 +5,14 @@ import inspect
 import json
 import random
 import re
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from bench import learning, measure, real_qwen, report
+from bench import cost, learning, measure, real_qwen, report
 from extras import add_flags
 from train import Config, Sample
 
@@ -60,15 +61,9 @@ def test_a_record_becomes_a_section(tmp_path, monkeypatch):
     assert "| c | 1.23e-05 |" in page and page.count("Not recorded yet.") == len(report.SECTIONS) - 1
     shared = [" ".join(kept[name].split()) for name in ("commit", "machine")]
     assert [" ".join(page.split()).count(fact) for fact in shared] == [1, 1]
-
-
-def test_records_of_different_commits_name_their_own(tmp_path):
-    for name, commit in (("games", "aaaaaaa"), ("tools", "bbbbbbb")):
-        facts = {"command": "python", "commit": commit, "date": "2026-01-01", "machine": "this", "tables": {}}
-        (tmp_path / f"{name}.json").write_text(json.dumps(facts))
-    page = report.render(tmp_path)
-    assert "`python` (commit aaaaaaa)" in page and "`python` (commit bbbbbbb)" in page
-    assert page.count("2026-01-01") == page.count("machine: this") == 1
+    (tmp_path / "trial.json").write_text(json.dumps(kept | {"commit": "bbbbbbb"}))
+    page = report.render(tmp_path)  # records of different commits name their own
+    assert "(commit bbbbbbb)" in page and f"(commit {kept['commit']})" in " ".join(page.split())
 
 
 # ------------------------------------------------ learning ----------------------------------------------
@@ -146,3 +141,48 @@ def test_a_row_of_a_finished_run_by_hand():
     assert real_qwen.name_of(config) == "full, SGLang, tp 2, float32, lr 1e-06, seed 1"
     config |= {"engine": "local", "dtype": "bfloat16", "dither": False, "control": True, "lora_rank": 8}
     assert real_qwen.name_of(config) == "LoRA r 8, coin, no dither, lr 1e-06, seed 1"
+
+
+# ---------------------------------------------- the cost ------------------------------------------------
+def test_time_is_booked_to_the_innermost_part(monkeypatch):
+    clock = cost.Clock()
+    now = [0.0]
+    monkeypatch.setattr(clock, "read", lambda: (now[0], now[0] / 2))
+
+    def wait(seconds):
+        now[0] += seconds
+
+    step = SimpleNamespace(inner=wait)
+    clock.attach(step, "inner", "inner")
+    with clock.part("outer"):
+        wait(1)
+        step.inner(2)
+        wait(4)
+    wait(8)  # outside of every part
+    assert dict(clock.wall) == {"outer": 5.0, "inner": 2.0}
+    assert dict(clock.cpu) == {"outer": 2.5, "inner": 1.0}
+    parts = {"model": 3.0, "push": 1.0, "log": 4.0}
+    around = {"push": 1.0, "log": 4.0, "all of these": 5.0, "step": 8.0}
+    assert cost.totals(Counter(parts)) == around
+
+
+@pytest.mark.parametrize(
+    "lengths, share",
+    [
+        ([[10], [10]], 0.0),
+        ([[10], [5]], 0.25),  # one rank waits for half of the pass
+        ([[8000, 8000], [8000]], 0.25),  # two passes, and nothing to do in the second one
+        ([[100, 100], [50, 30]], 0.3),
+    ],
+)
+def test_ranks_wait_for_the_fullest_one(lengths, share):
+    ranks = [[SimpleNamespace(tokens=range(length)) for length in one] for one in lengths]
+    assert cost.waiting_share(ranks) == pytest.approx(share)
+
+
+def test_balancing_keeps_every_sample():
+    ranks = [[SimpleNamespace(tokens=range(length)) for length in one] for one in ([9, 8, 7], [1], [2])]
+    after = cost.balanced(ranks)
+    assert sorted(len(one.tokens) for rank in after for one in rank) == [1, 2, 7, 8, 9]
+    assert [sum(len(one.tokens) for one in rank) for rank in after] == [9, 9, 9]
+    assert [len(rank) for rank in ranks] == [3, 1, 1]

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-import time
+import threading
 from copy import deepcopy
 
 import pytest
@@ -37,9 +37,8 @@ def test_json_is_read_as_it_is(tmp_path):
 
 
 def test_parquet_and_its_slices(tmp_path):
-    rows = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2"}]
-    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
-    assert list(RLDataset(str(tmp_path / "a.parquet")).rows) == rows
+    Dataset.from_list([{"answer": "1"}, {"answer": "2"}]).to_parquet(tmp_path / "a.parquet")
+    assert list(RLDataset(str(tmp_path / "a.parquet")).rows) == [{"answer": "1"}, {"answer": "2"}]
     assert len(RLDataset(f"{tmp_path / 'a.parquet'}:train[1:]")) == 1
 
 
@@ -56,13 +55,6 @@ def test_names_of_the_hub(monkeypatch, source, asked, split):
     assert RLDataset(source).rows == [(asked, {"split": split})]
 
 
-def score(row_sample, text: str):
-    """The reward of a text, plain or awaited."""
-    row_sample.turns = [text]
-    result = problems.reward_fn(row_sample)
-    return asyncio.run(result) if asyncio.iscoroutine(result) else result
-
-
 def test_problems_of_all_kinds(tmp_path):
     rows = [
         {"nums": [1, 2], "target": 3},
@@ -70,7 +62,8 @@ def test_problems_of_all_kinds(tmp_path):
         {"problem": "Solve $x=5$.", "answer": "5"},
         {"nums": [0, 0], "target": 0},
     ]
-    columns = {name: [row.get(name) for row in rows] for name in {name for row in rows for name in row}}
+    columns = {name: [row.get(name) for row in rows] for name in ("nums", "target", "question", "problem")}
+    columns["answer"] = [row.get("answer") for row in rows]
     Dataset.from_dict(columns).to_parquet(tmp_path / "mixed.parquet")  # what a row lacks is None
     data = problems.ProblemDataset(str(tmp_path / "mixed.parquet"))
     right = ["<answer>1+2</answer>", "They are 4.", r"\boxed{5}", "<answer>0-0</answer>"]
@@ -78,24 +71,24 @@ def test_problems_of_all_kinds(tmp_path):
     for i in range(4):
         sample = data[i]
         assert prompts[i] in sample.messages[0]["content"] and sample.messages[0]["role"] == "user"
-        assert (score(sample, right[i]), score(sample, "nothing")) == (1.0, 0.0)
+        for text, reward in ((right[i], 1.0), ("nothing", 0.0)):
+            sample.turns = [text]
+            assert asyncio.run(train.call(problems.reward_fn, sample, 60)) == reward
     assert "boxed" in data[1].messages[0]["content"] and data[0].row is not data[0].row
 
 
 def test_a_latex_answer_is_compared_while_rollouts_continue(monkeypatch):
-    monkeypatch.setattr(problems.rewards, "math", lambda text, gold: time.sleep(0.2) or 1.0)
+    asked = threading.Event()
+    monkeypatch.setattr(problems.rewards, "math", lambda text, gold: float(asked.wait(10)))
+    sample = train.Sample([], {"problem": "x", "answer": "5"})
 
     async def together():
-        sample = train.Sample([], {"problem": "x", "answer": "5"}, turns=["5"])
         waiting = asyncio.ensure_future(problems.reward_fn(sample))
-        ticks = 0
-        while not waiting.done():
-            await asyncio.sleep(0.01)
-            ticks += 1
-        return ticks, await waiting
+        await asyncio.sleep(0)
+        asked.set()  # by another task, while the answer is compared
+        return await waiting
 
-    ticks, reward = asyncio.run(together())
-    assert ticks > 5 and reward == 1.0
+    assert asyncio.run(together()) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import train
-from tests.conftest import COUNTDOWN, Config
-from train import RLDataset, Sample, Trainer, UserError
+from tests.conftest import Config
+from train import Sample, Trainer, UserError
 
 
 def score(reward_fn, metrics=(), **flags) -> Sample:
@@ -24,16 +24,16 @@ def score(reward_fn, metrics=(), **flags) -> Sample:
     return sample
 
 
-def test_rewards_are_any_finite_numbers():
-    async def later(sample):
-        await asyncio.sleep(0)
-        return 2
+async def later(sample):
+    await asyncio.sleep(0)
+    return 2
 
-    assert score(later).reward == 2.0 and score(lambda sample: True).reward == 1.0
-    for number in (np.float32(0.5), np.bool_(True), torch.tensor(0.25), torch.tensor([1]), 10**30):
-        assert type(score(lambda sample: number).reward) is float
-        (metric,) = score(lambda sample: 1, {"a": number}).metrics.values()
-        assert type(metric) is float and metric == float(number)
+
+def test_rewards_are_any_finite_numbers():
+    for number in (True, np.float32(0.5), np.bool_(True), torch.tensor(0.25), torch.tensor([1]), 10**30):
+        sample = score(lambda sample: number, {"a": number})
+        for found in (sample.reward, sample.metrics["a"]):
+            assert type(found) is float and found == float(number)
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match="reward_fn returned"):
             score(lambda sample: bad)
@@ -47,29 +47,22 @@ def test_rewards_are_any_finite_numbers():
 
 
 def test_a_reward_may_be_anything_awaitable():
-    async def later(sample):
-        return 2.0
-
     class Awaitable:
         def __await__(self):
             return later(None).__await__()
 
-    def future(sample):
-        return asyncio.get_running_loop().run_in_executor(None, lambda: 3.0)
-
-    assert score(lambda sample: Awaitable()).reward == 2.0 and score(future).reward == 3.0
-    assert score(lambda sample: asyncio.ensure_future(later(sample))).reward == 2.0
+    for reward_fn in (later, lambda sample: Awaitable(), lambda sample: asyncio.ensure_future(later(sample))):
+        assert score(reward_fn).reward == 2.0
 
 
 def test_an_async_reward_has_a_deadline():
     async def slow(sample):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         return 1.0
 
     with pytest.raises(TimeoutError):
         score(slow, reward_timeout=0.01)
     assert score(slow, reward_timeout=5).reward == 1.0
-    assert score(slow, reward_timeout=None).reward == 1.0  # of workers, which keep it themselves
 
 
 def test_an_error_fails_its_sample_alone(whole):
@@ -81,13 +74,11 @@ def test_an_error_fails_its_sample_alone(whole):
         return 0.5
 
     trainer = whole(reward_fn, max_new_tokens=2)
-    rows = [RLDataset(f"{COUNTDOWN}/test.jsonl")[0]] * 2
-    samples = trainer.sample(rows, [(0, 0), (1, 1)], 2, 1.0)
+    samples = trainer.sample(trainer.data, [(0, 0), (1, 1)], 2, 1.0)
     assert [sample.reward for sample in samples[:2]] == [0.5, 0.5]
     assert [bool(sample.failure) for sample in samples] == [False, False, True, True]
     assert "ZeroDivisionError" in samples[2].failure and "1 / sample.key[1]" in samples[2].failure
     assert samples[2].metrics == {}  # what it wrote before is not averaged
-    trainer.write(1, {}, samples)
 
 
 def test_the_first_failure_is_shown_at_once_with_the_users_line(whole, monkeypatch):
@@ -121,17 +112,17 @@ def test_the_core_ends_a_run_in_which_more_than_a_tenth_of_a_step_fails(whole, f
         assert trainer.check_failures(samples) == failing / 10
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), SystemExit("no answer"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [SystemExit("no answer"), asyncio.CancelledError()])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_reward_that_exits_fails_its_sample(whole, error, is_async):
-    async def later(sample):
-        await asyncio.sleep(0)
-        reward_fn(sample)
-
     def reward_fn(sample):
         raise error if sample.key[1] else ValueError("no")
 
-    samples = whole(later if is_async else reward_fn, max_new_tokens=2, prompts_per_step=1).rollout()
+    async def async_fn(sample):
+        await asyncio.sleep(0)
+        reward_fn(sample)
+
+    samples = whole(async_fn if is_async else reward_fn, max_new_tokens=2, prompts_per_step=1).rollout()
     assert [type(error).__name__ in sample.failure for sample in samples] == [False, True]
 
 
@@ -143,29 +134,23 @@ def test_a_users_error_ends_the_run(whole):
         whole(reward_fn, max_new_tokens=2).rollout()
 
 
-class Unpicklable:
-    def __init__(self):
-        self.lock = threading.Lock()
-
-
 def test_only_what_an_update_needs_can_cross_ranks(whole):
     def reward_fn(sample):
-        sample.state["env"] = Unpicklable()
-        sample.row["judge"] = lambda: 1
-        sample.row["when"] = {1, 2}
+        sample.state["lock"] = threading.Lock()
+        sample.row |= {"judge": lambda: 1, "when": {1, 2}, "odds": math.inf}
         return 1.0
 
     samples = whole(reward_fn, max_new_tokens=2).rollout()
     assert pickle.loads(pickle.dumps(samples))[0].state == {}
-    assert samples[0].row["nums"] and "lambda" in samples[0].row["judge"] and json.dumps(samples[0].row)
+    assert samples[0].row["nums"] and "lambda" in samples[0].row["judge"]
+    assert samples[0].row["odds"] == "Infinity" and json.dumps(samples[0].row)
 
 
 def test_the_log_is_json_and_keeps_the_trainers_own_names(whole):
     trainer = whole()
-    samples = [Sample([], {"x": math.inf}, key=(0, i)) for i in range(2)]
+    samples = [Sample([], {}, key=(0, i), reward=1.0) for i in range(2)]
     for sample in samples:
         sample.metrics = {"loss": 42.0, "reward": 7.0, "habit": 0.5}
-        sample.reward = 1.0
     trainer.write(1, {"loss": 0.25, "grad_norm": math.inf, "kl": math.nan}, samples)
     (line,) = (trainer.folder / "metrics.jsonl").read_text().splitlines()
     found = json.loads(line, parse_constant=pytest.fail)

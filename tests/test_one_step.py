@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 import train
 from tests.conftest import HERE
@@ -40,14 +41,13 @@ def test_the_functions_that_the_page_names_exist():
         assert f"`{name}`" in PAGE and hasattr(train, name)
 
 
-def biased_advantages(rewards, group_size):
-    groups = rewards.view(-1, group_size)
-    return ((groups - groups.mean(1, keepdim=True)) / groups.std(1, correction=0, keepdim=True)).flatten()
+def scaled(function):
+    return lambda *arguments, **options: 1.01 * function(*arguments, **options)
 
 
 def one_weight_for_all(samples, count):
     for sample in samples:
-        sample.tokens["weight"] = sample.tokens["mask"] / sum(one.tokens["mask"].sum() for one in samples)
+        sample.tokens["weight"] = sample.tokens["mask"] / count
 
 
 def unclipped_loss(logprobs, entropy, batch, config):
@@ -55,25 +55,17 @@ def unclipped_loss(logprobs, entropy, batch, config):
     return loss, {"clip_fraction": logprobs > 0}
 
 
-class PermutedBatch(train.Batch):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.weights = self.weights.flip(0)
-
-
-class OtherAdam(train.torch.optim.AdamW):
-    def __init__(self, parameters, betas, **options):
-        super().__init__(parameters, betas=(0.9, 0.999), **options)
+def other_adam(parameters, betas, adam=torch.optim.AdamW, **options):
+    return adam(parameters, betas=(0.9, 0.999), **options)
 
 
 @pytest.mark.parametrize(
     "place, name, wrong, message",
     [
-        (train, "group_advantages", biased_advantages, "advantage: "),
+        (train, "group_advantages", scaled(train.group_advantages), "advantage: "),
         (train, "set_weights", one_weight_for_all, "weight: "),
-        (train, "Batch", PermutedBatch, "weight: "),
         (train, "grpo_loss", unclipped_loss, "is_clipped: "),
-        (train.torch.optim, "AdamW", OtherAdam, "second move of a weight: "),
+        (torch.optim, "AdamW", other_adam, "second move of a weight: "),
     ],
 )
 def test_a_wrong_number_in_train_py_stops_it(place, name, wrong, message, monkeypatch):

@@ -17,6 +17,7 @@ from train import UserError
 
 pytestmark = pytest.mark.usefixtures("columns")
 STEPS = [0, 0, 1, 1]  # two of two tokens
+HALF = math.sqrt(1 / 2)
 
 
 def make_config(**flags) -> PPOConfig:
@@ -59,20 +60,32 @@ def test_credit_to_tokens_and_to_steps_by_hand(critic, gae_lambda, value, flags,
     assert token_advantages(sample, config).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("critic, advantages", [("ppo", [0.75, 0.5]), ("appo", [0.75, 0.75])])
-def test_values_and_returns_are_kept_for_the_critic(critic, advantages):
-    # One step of tokens 0, 1 with values 1/4, 1/2 and reward 1: advantages 3/4, 1/2. With appo the value of
-    # the step is 1/4, and the advantage 3/4 for both. The return is 1 for both.
+@pytest.mark.parametrize(
+    "critic, flags, advantages",
+    [
+        # Two samples of one step with rewards 1 and 0; values of tokens 0, 1 are 1/4, 1/2 in both. ppo has
+        # the advantages 3/4, 1/2 and -1/4, -1/2; with appo a step has the value 1/4, and so 3/4 and -1/4. The
+        # return is the reward.
+        ("ppo", {"normalize": "none"}, [0.75, 0.5, -0.25, -0.5]),
+        ("appo", {"normalize": "none"}, [0.75, 0.75, -0.25, -0.25]),
+        # Over tokens: mean 1/8, variance (25 + 9 + 9 + 25) / 64 / 3; over steps: mean 1/4, variance 1/2.
+        ("ppo", {}, [x / math.sqrt(68 / 3) for x in (5, 3, -3, -5)]),
+        ("appo", {}, [HALF, HALF, -HALF, -HALF]),
+        # Over the std of the group's first tokens, without a mean: 1 / sqrt(2).
+        ("ppo", {"normalize": "group"}, [x / HALF for x in (0.75, 0.5, -0.25, -0.5)]),
+    ],
+)
+def test_advantages_and_returns_of_a_batch_by_hand(mesh, critic, flags, advantages):
     trainer = object.__new__(PPO)
-    trainer.config = make_config(critic=critic, group_size=1, normalize="none")
+    trainer.config = make_config(critic=critic, group_size=2, **flags)
     trainer.critic = SimpleNamespace(model=SimpleNamespace(values=None))
     trainer.line_ends = []
     trainer.store_values = lambda *arguments: None  # they are there
-    trainer.mesh = {"dp": None}
-    sample = episode(2, [1.0], value=[0.25, 0.5])
-    trainer.compare([sample])
-    assert trained([sample])["advantage"].tolist() == advantages
-    assert trained([sample])["return"].tolist() == [1.0, 1.0]
+    trainer.mesh = mesh
+    samples = [episode(2, [reward], value=[0.25, 0.5]) for reward in (1.0, 0.0)]
+    trainer.compare(samples)
+    assert trained(samples)["advantage"].tolist() == pytest.approx(advantages, rel=1e-5)
+    assert trained(samples)["return"].tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_lines_of_a_single_turn_are_steps():
@@ -128,17 +141,16 @@ def test_a_critic_chooses_and_a_flag_wins():
     assert PRMConfig(prm="x", critic="none", gamma=0.9, engine="local", device="cpu").gamma == 0.9
 
 
-SMALL = (
-    "--steps 3 --prompts_per_step 4 --updates_per_step 2 --group_size 4 --max_new_tokens 48 --eval_every 0"
-)
 # The learning rate is so low that the first of two updates leaves the policy where it was.
 FLAGS = {"critic_lr": 1e-3, "kl_coef": 0.01, "kl_in": "reward", "lr": 1e-5}
 
 
 def run_ppo(folder, processes: int, **flags) -> list[dict]:
     """The metrics of a short run of the command."""
+    flags |= {"steps": 3, "prompts_per_step": 4, "updates_per_step": 2, "group_size": 4, "eval_every": 0}
+    flags |= {"max_new_tokens": 48, "output_dir": folder}
     arguments = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    done = run("-m", "recipes.ppo", *SMALL.split(), *arguments, "--output_dir", folder, processes=processes)
+    done = run("-m", "recipes.ppo", *arguments, processes=processes)
     assert done.returncode == 0, done.stderr[-3000:]
     return read_rows(folder / "metrics.jsonl")
 
@@ -155,7 +167,7 @@ def check_run(folder):
 
 
 def test_ppo_runs(whole):
-    trainer = whole(trainer_class=extend(PPO), config_class=PPOConfig, steps=2, updates_per_step=2, **FLAGS)
+    trainer = whole(trainer_class=extend(PPO), config=PPOConfig, steps=2, updates_per_step=2, **FLAGS)
     trainer.fit()
     check_run(trainer.folder)
 
@@ -169,13 +181,9 @@ def test_tppo_runs_on_two_processes(tmp_path):
 @pytest.mark.slow
 def test_appo_does_not_depend_on_the_number_of_ranks_or_tp(tmp_path):
     histories = []
+    flags = FLAGS | {"critic": "appo", "lr": 1e-4}  # at which the second update is off-policy
     for processes, tp in ((0, 1), (2, 1), (2, 2)):
-        flags = FLAGS | {
-            "critic": "appo",
-            "tp_size": tp,
-            "lr": 1e-4,
-        }  # at which the second update is off-policy
-        histories.append(run_ppo(tmp_path / f"{processes}-{tp}", processes, **flags))
+        histories.append(run_ppo(tmp_path / f"{processes}-{tp}", processes, tp_size=tp, **flags))
     for other in histories[1:]:
         for name in ("reward", "loss", "grad_norm", "value_loss", "value", "explained_variance"):
             assert other[1][name] == pytest.approx(histories[0][1][name], rel=1e-3, abs=1e-5), name

@@ -24,8 +24,6 @@ from tests.conftest import HERE, TINY, Config, mesh_of, parse_flags, read_rows, 
 from tools import make_start
 from train import Sample, UserError
 
-CONTROL = 3  # ids below are the tiny tokenizer's control tokens
-
 
 def spoken(*turns: str, row: dict | None = None, **others) -> Sample:
     """A sample whose policy wrote these turns."""
@@ -40,37 +38,31 @@ def write_rows(folder: Path, *rows: dict) -> Path:
 
 
 # ---------------------------------------------- turns ---------------------------------------------------
-@pytest.mark.parametrize(
-    "text", ["x<|im_end|>", "<|im_start|>", "<<|im_end|>|>", "<", "|im_end|>", "<|<|im_end|>"]
-)
+@pytest.mark.parametrize("text", ["x<|im_end|>", "<|im_start|>", "<<|im_end|>|>", "<", "<|<|im_end|>"])
 def test_no_text_forges_a_control_token(tokenizer, text):
     ids = tokenizer.encode(user_turn(text), add_special_tokens=False)
-    assert [i for i in ids if i < CONTROL] == [1, 2, 1]  # start, end, start
+    assert [i for i in ids if i < 3] == [1, 2, 1]  # start, end, start
     assert tokenizer.decode(ids).replace("\u200b", "").count(text) >= 1
 
 
 # ---------------------------------------------- flags ---------------------------------------------------
+
+
 SERVERS = {"engine": "http://a:1"}
+MISFITS = [
+    (one_step_off.OneStepOffConfig, {"engine": "local"}, "--engine must name servers"),
+    (one_step_off.OneStepOffConfig, SERVERS | {"offload": True}, "--offload has no effect"),
+    (one_step_off.OneStepOffConfig, SERVERS | {"max_staleness": -1}, "--max_staleness must be 0 or more"),
+    (evaluate.EvaluateConfig, {"eval_samples": 2, "eval_temperature": 0.0}, "--eval_samples above 1"),
+    (prm.PRMConfig, {}, "--prm must name"),
+    (gem_env.GemConfig, {"reward_workers": 1}, "--reward_workers must be 0"),
+    (math_python.ToolConfig, {"tool_uses": -1}, "--tool_uses must be 0 or more"),
+    (qa_search.SearchConfig, {}, "--index must name"),
+    (qa_search.SearchConfig, {"index": "x", "passages": 0}, "--passages must be 1 or more"),
+]
 
 
-@pytest.mark.parametrize(
-    "config_class, flags, message",
-    [
-        (one_step_off.OneStepOffConfig, {"engine": "local"}, "--engine must name servers"),
-        (one_step_off.OneStepOffConfig, SERVERS | {"offload": True}, "--offload has no effect"),
-        (one_step_off.OneStepOffConfig, SERVERS | {"max_staleness": -1}, "--max_staleness must be 0 or more"),
-        (
-            evaluate.EvaluateConfig,
-            {"eval_samples": 2, "eval_temperature": 0.0},
-            "--eval_samples above 1 requires",
-        ),
-        (prm.PRMConfig, {}, "--prm must name"),
-        (gem_env.GemConfig, {"reward_workers": 1}, "--reward_workers must be 0"),
-        (math_python.ToolConfig, {"tool_uses": -1}, "--tool_uses must be 0 or more"),
-        (qa_search.SearchConfig, {}, "--index must name"),
-        (qa_search.SearchConfig, {"index": "x", "passages": 0}, "--passages must be 1 or more"),
-    ],
-)
+@pytest.mark.parametrize("config_class, flags, message", MISFITS)
 def test_flags_that_misfit_are_refused(config_class, flags, message):
     with pytest.raises(UserError, match=message):
         add_flags(config_class)(**flags)
@@ -119,44 +111,61 @@ def test_guess_number_answers_and_rewards():
     assert parse_flags(guess_number.GuessConfig, ["--algo", "grpo"]).normalize == "group"
 
 
-def test_python_tool_takes_the_first_program_and_counts():
-    programs = {
-        "<python>1+1</python> <python>2</python>": "1+1",
-        "```python\n3\n```": "3",
-        "```\n4\n```": "4",
-        "no `code`": None,
-        "<python>open": None,
-        "```js\n5```": None,
-    }
-    assert {turn: math_python.program_of(turn) for turn in programs} == programs
+@pytest.mark.parametrize(
+    "turn, program",
+    [
+        ("<python>1+1</python> <python>2</python>", "1+1"),
+        ("```python\n3\n```", "3"),
+        ("```\n4\n```", "4"),
+        ("no `code`", None),
+        ("<python>open", None),
+        ("```js\n5```", None),
+    ],
+)
+def test_the_first_program_of_a_turn(turn, program):
+    assert math_python.program_of(turn) == program
+
+
+def test_the_python_tool_answers_and_counts():
     trainer = SimpleNamespace(config=SimpleNamespace(tool=True, tool_uses=2))
-    sample = spoken()
-    replies = []
-    for turn in ("<python>print(6 * 7)</python>", "<python>1/0</python>", "<python>print(1)</python>"):
+    sample = spoken(row={"answer": "0.5"})
+
+    def reply(turn: str):
         sample.turns.append(turn)
-        replies.append(asyncio.run(math_python.ToolTrainer.run_program(trainer, sample)))
-    assert replies[0] == user_turn("Code execution result: 42")  # in which nothing forges a control token
-    assert "ZeroDivisionError" in replies[1] and replies[2] is None
+        return asyncio.run(math_python.ToolTrainer.run_program(trainer, sample))
+
+    six_times_seven = user_turn("Code execution result: 42")  # in which nothing forges a control token
+    assert reply("<python>print(6 * 7)</python>") == six_times_seven
+    assert "ZeroDivisionError" in reply("<python>1/0</python>")
+    assert reply("<python>print(1)</python>") is None
     sample.turns.append(r"\boxed{\frac{1}{2}}")
-    sample.row["answer"] = "0.5"
     assert math_python.reward_fn(sample) == 1 and sample.metrics["tool_uses"] == 2
+    sample.state.clear()
     trainer.config.tool = False
-    assert asyncio.run(math_python.ToolTrainer.run_program(trainer, spoken("<python>1</python>"))) is None
+    assert reply("<python>1</python>") is None
 
 
-def test_code_is_judged_by_what_it_prints_and_returns():
-    program = "```python\ndef add(a, b):\n    return a + b\nprint(add(*map(int, input().split())))\n```"
-    cases = {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3", "10 \n"]}
-    assert asyncio.run(code.reward_fn(spoken(program, row=cases))) == 1
-    sample = spoken(program.replace("a + b", "3"), row=cases)
-    assert asyncio.run(code.reward_fn(sample)) == 0 and sample.metrics["tests_passed"] == 0.5
-    tests = {"tests": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}
-    function = "```python\ndef add(a, b):\n    return a + b\n```"
-    assert asyncio.run(code.reward_fn(spoken(function, row=tests))) == 1
-    assert asyncio.run(code.reward_fn(spoken("no program", row=tests))) == 0
-    for fake in ("import sys; sys.exit(0)", "print('ok')\nimport os; os._exit(0)"):
-        sample = spoken(f"```python\n{fake}\n```", row={"tests": tests["tests"][:1]})
-        assert asyncio.run(code.reward_fn(sample)) == 0
+ADD = "def add(a, b):\n    return a + b\n"
+PRINTS = ADD + "print(add(*map(int, input().split())))"
+CASES = {"inputs": ["1 2\n", "5 5\n"], "outputs": ["3", "10 \n"]}
+TESTS = {"tests": ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]}
+
+
+@pytest.mark.parametrize(
+    "program, row, reward, passed",
+    [
+        (PRINTS, CASES, 1, 1),
+        (PRINTS.replace("a + b", "3"), CASES, 0, 0.5),
+        (ADD, TESTS, 1, 1),
+        (ADD.replace("a + b", "0"), TESTS, 0, 0.5),
+        ("import sys; sys.exit(0)", TESTS, 0, 0),
+        ("print('ok')\nimport os; os._exit(0)", TESTS, 0, 0),
+    ],
+)
+def test_code_is_judged_by_what_it_prints_and_returns(program, row, reward, passed):
+    sample = spoken(f"```\n1/0\n```\n```python\n{program}\n```", row=row)  # the last program counts
+    assert asyncio.run(code.reward_fn(sample)) == reward and sample.metrics["tests_passed"] == passed
+    assert asyncio.run(code.reward_fn(spoken("no program", row=row))) == 0
 
 
 def test_search_finds_passages_and_scores_answers(tmp_path):
@@ -166,8 +175,7 @@ def test_search_finds_passages_and_scores_answers(tmp_path):
     (tmp_path / "index/more.txt").write_text("Mount Everest is high.\n\nOslo is in Norway.\n")
     index = qa_search.Index(str(tmp_path / "index"), 2)
     assert index.search("capital of France")[0] == texts[0]["text"]
-    assert index.search("oslo")[0] == "Oslo is in Norway."
-    assert index.search("zzz") == []
+    assert index.search("oslo")[0] == "Oslo is in Norway." and index.search("zzz") == []
     trainer = SimpleNamespace(index=index)
     sample = spoken("<search>Danube</search>", row={"answers": ["Vienna", "Wien"]})
     found = asyncio.run(qa_search.SearchTrainer.search(trainer, sample))
@@ -175,8 +183,7 @@ def test_search_finds_passages_and_scores_answers(tmp_path):
     sample.turns.append("<answer>the Vienna!</answer>")
     assert asyncio.run(qa_search.SearchTrainer.search(trainer, sample)) is None
     assert qa_search.reward_fn(sample) == 1 and sample.metrics == {"f1": 1, "searches": 1}
-    # Two of three words are right, one of two gold ones is found: precision 1/3, recall 1/2 -> 2 / (3 + 2) =
-    # 0.4.
+    # Of three words one is right, of two gold ones one is found: precision 1/3, recall 1/2 -> 2 / (3 + 2).
     assert qa_search.f1("old city Vienna", ["Vienna Austria"]) == pytest.approx(0.4)
     assert qa_search.exact_match("", ["x"]) == 0
     assert qa_search.reward_fn(spoken("Vienna", row={"answer": "Vienna"})) == 0  # not in its tags
@@ -186,17 +193,14 @@ def test_search_finds_passages_and_scores_answers(tmp_path):
 
 def test_reasoning_gym_scores_as_the_task_does():
     pytest.importorskip("reasoning_gym")
-    data = gym.GymDataset("chain_sum")
-    other = gym.GymDataset("chain_sum@1")
+    data, other = gym.GymDataset("chain_sum"), gym.GymDataset("chain_sum@1")
     sample = data[3]
     answer = data.problems[3]["answer"]
     assert sample.messages != other[3].messages == gym.GymDataset("chain_sum@1")[3].messages
     for text in (f"<answer>{answer}</answer>", f"<answer>1</answer> <answer> {answer} </answer>"):
-        sample.turns = [text]
-        assert gym.reward_fn(sample) == 1
+        assert gym.reward_fn(spoken(text, row=sample.row)) == 1
     for text in ("", "<answer>", f"{answer}", f"<answer>{answer}1</answer>"):
-        sample.turns = [text]
-        assert gym.reward_fn(sample) < 1
+        assert gym.reward_fn(spoken(text, row=sample.row)) < 1
     with pytest.raises(UserError, match="--data nothing_like_it"):
         gym.GymDataset("nothing_like_it")
 
@@ -213,6 +217,8 @@ GAMES = {  # games, and moves that are valid, or could be
 @pytest.mark.parametrize("game", GAMES)
 def test_gem_rewards_are_the_environments(game):
     gem = pytest.importorskip("gem")
+    with pytest.raises(UserError, match="--data game:Nothing-v0"):
+        gem_env.GemDataset("game:Nothing-v0")[0]
     for index in range(10):
         sample = gem_env.GemDataset(f"{game}@7")[index]
         env = gem.make(game)
@@ -234,12 +240,6 @@ def test_gem_rewards_are_the_environments(game):
     assert gem_env.reward_fn(sample) == [*expected, 0]
 
 
-def test_gem_names_an_environment_that_does_not_exist():
-    pytest.importorskip("gem")
-    with pytest.raises(UserError, match="--data game:Nothing-v0"):
-        gem_env.GemDataset("game:Nothing-v0")[0]
-
-
 # ----------------------------------------------- PRM ----------------------------------------------------
 def test_a_prm_scores_each_step_at_its_tag():
     judge = prm.Judge(str(TINY), "math_shepherd", "cpu")
@@ -254,31 +254,23 @@ def test_a_prm_scores_each_step_at_its_tag():
         assert good == pytest.approx(1 / (1 + math.exp(minus - plus)), rel=1e-3)
 
 
-def answer_requests(monkeypatch, answer):
-    """Makes answer(body) the answer to all HTTP requests."""
+def test_a_prm_and_passages_may_be_elsewhere(monkeypatch):
+    answer = {}
 
     def urlopen(request, timeout):
-        return io.BytesIO(json.dumps(answer(json.loads(request.data))).encode())
+        asked.append(json.loads(request.data))
+        return io.BytesIO(json.dumps(answer).encode())
 
+    asked = []
     monkeypatch.setattr(urllib.request, "urlopen", urlopen)
-
-
-def test_a_prm_may_be_elsewhere(monkeypatch):
-    scores = {"?": [0.2, 0.4], "lost": [0.4]}
-    answer_requests(monkeypatch, lambda body: {"scores": scores[body["problem"]]})
     judge = prm.Judge("http://host/score", "math_shepherd", "cpu")
+    answer["scores"] = [0.2, 0.4]
     assert judge.scores("?", ["ab", "abcd"]) == [0.2, 0.4]
-    with pytest.raises(ConnectionError, match="returned 1 scores for 2 steps"):
-        judge.scores("lost", ["ab", "abcd"])
-
-
-def test_passages_may_be_elsewhere(monkeypatch):
-    found = {"oslo": [{"contents": "Oslo is in Norway."}, {"text": "Vienna"}]}
-    answer_requests(monkeypatch, lambda body: {"result": [found[query] for query in body["queries"]]})
+    with pytest.raises(ConnectionError, match="returned 2 scores for 1 steps"):
+        judge.scores("?", ["ab"])
+    answer["result"] = [[{"contents": "Oslo is in Norway."}, {"text": "Vienna"}]]
     assert qa_search.Index("http://host/retrieve", 2).search("oslo") == ["Oslo is in Norway.", "Vienna"]
-
-
-def test_a_prm_that_cannot_be_loaded_is_named():
+    assert asked[0] == {"problem": "?", "steps": ["ab", "abcd"]} and asked[2]["queries"] == ["oslo"]
     with pytest.raises(UserError, match="--prm ./no/such cannot be loaded"):
         prm.Judge("./no/such", "math_shepherd", "cpu")
 
@@ -408,26 +400,30 @@ def test_a_game_runs_on_two_processes(tmp_path):
     assert first[0] == first[1] and len(samples) == 16
 
 
+AHEAD = """
+from concurrent.futures import wait
+from recipes import one_step_off as recipe
+import train
+
+class Config(recipe.OneStepOffConfig):
+    def __post_init__(self):
+        self.engine = "local"
+
+class Trainer(recipe.OneStepOff):
+    def learn(self, samples):
+        wait(self.ahead)
+        return super().learn(samples)
+
+train.main(Config, trainer=Trainer)
+"""
+
+
 @pytest.mark.slow
 def test_rollouts_run_ahead_of_the_update(tmp_path):
     """The local engine on a thread takes the place of servers; updates wait for the rollout ahead."""
-    script = (
-        "from concurrent.futures import wait\n"
-        "from recipes import one_step_off as recipe\n"
-        "import train\n"
-        "class Config(recipe.OneStepOffConfig):\n"
-        "    def __post_init__(self):\n"
-        "        self.engine = 'local'\n"
-        "class Trainer(recipe.OneStepOff):\n"
-        "    def learn(self, samples):\n"
-        "        wait(self.ahead)\n"
-        "        return super().learn(samples)\n"
-        "train.main(Config, trainer=Trainer)\n"
-    )
-    (tmp_path / "script.py").write_text(script)
     data = write_rows(tmp_path / "rows", *[COUNTDOWN] * 8)
     flags = "--steps 3 --updates_per_step 1 --gate off --engine local"
-    run_recipe(tmp_path / "run", [tmp_path / "script.py"], data, flags)
+    run_recipe(tmp_path / "run", ["-c", AHEAD], data, flags)
     history = read_rows(tmp_path / "run/metrics.jsonl")[1:]
     assert [record["staleness_max"] for record in history] == [0, 1, 1]
 

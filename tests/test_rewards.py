@@ -1,17 +1,13 @@
 """Tests of rewards.py: hand-computed scores, hostile completions, and the process that grades LaTeX."""
 
-import importlib.util
 import inspect
 import itertools
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,30 +17,7 @@ from hypothesis import given, settings, strategies
 
 import rewards
 from bench import hostile
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def run_python_command(*arguments, cwd: Path) -> str:
-    """Run Python in a folder and return what it printed."""
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=300
-    ).stdout
-
-
-def changed_rewards(folder: Path, changes: dict[str, str]):
-    """A copy of rewards.py with changes, as a module."""
-    source = Path(rewards.__file__).read_text()
-    for before, after in changes.items():
-        assert source.count(before) == 1
-        source = source.replace(before, after)
-    path = folder / "changed.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("changed", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.conftest import run
 
 
 # ---------------------------------------------- scores ------------------------------------------------------
@@ -57,8 +30,14 @@ def changed_rewards(folder: Path, changes: dict[str, str]):
         ("8/3/(8/3)", [8, 3, 8, 3], 1, 1),
         ("12-1", [1, 4, 12], 11, 0),  # 4 is missing
         ("12-1+4", [1, 4, 12], 16, 0),
+        ("3+3+4", [3, 4, 5], 10, 0),
         ("1.5*2", [1, 5, 2], 3, 0),
         ("=5", [5], 5, 0),
+        ("1+2=9=3", [1, 2], 3, 1),
+        ("1</answer><answer>2", [2], 2, 1),
+        ("٣+٤", [3, 4], 7, 0),
+        ("9" * 18, [int("9" * 18)], int("9" * 18), 1),
+        ("9" * 19, [int("9" * 19)], int("9" * 19), 0),
     ],
 )
 def test_countdown(answer, nums, target, score):
@@ -99,6 +78,7 @@ def test_countdown_habits():
         ("5-6", "#### 6", 1),
         ("(5)-6", "6", 1),
         ("= -6", "6", 0),
+        ("1" + " " * 10**5 + "2", "2", 1),
     ],
 )
 def test_gsm8k_last_number(text, gold, score):
@@ -134,7 +114,6 @@ def test_a_reference_answer_without_a_number_is_an_error():
     [
         (r"\boxed{3}, no: \boxed{4}", "4", 1),
         (r"\boxed{4}, no: \boxed{3}", "4", 0),
-        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
         (r"so \boxed{\frac{1}{2}}", 0.5, 1),
         (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
         ("it is 0.5", "0.5", 0),
@@ -144,23 +123,22 @@ def test_math(text, gold, score):
     assert rewards.math(text, gold) == score
 
 
+def test_boxed():
+    assert rewards.boxed("boxed{4}") is None and rewards.boxed(r"\boxed{4\}") is None
+    assert rewards.boxed("\\boxed{" + "4" * 500 + "}") == "4" * 500
+    assert rewards.boxed("\\boxed{" + "4" * 501 + "}") is None
+
+
 # ---------------------------------------------- hostile completions -----------------------------------------
 CASES = hostile.read_texts()
 SLOW_LATEX = [case for case in CASES if case["kind"] == "LaTeX, slow"]
 
 
 def wrong_scores(cases: list[dict]) -> list[dict]:
-    """Score cases in a thread, as callers may, and return those with a wrong score."""
-    wrong = []
-
-    def score_all():
-        wrong.extend(case for case in cases if hostile.score_text(case)[0] != case["score"])
-
-    thread = threading.Thread(target=score_all, daemon=True)
-    thread.start()
-    thread.join(900)
-    assert not thread.is_alive(), "a verifier hangs"
-    return wrong
+    """Those of the cases that get a wrong score. They are scored in a thread, as callers may."""
+    with ThreadPoolExecutor(1) as pool:
+        scores = list(pool.map(lambda case: hostile.score_text(case)[0], cases, timeout=900))
+    return [case for case, score in zip(cases, scores) if score != case["score"]]
 
 
 @pytest.mark.parametrize("verifier", ["countdown", "gsm8k_last_number", "gsm8k_boxed", "math"])
@@ -181,25 +159,11 @@ def test_all_of_the_hostile_texts():
 def test_arithmetic_agrees_with_python():
     wrong, valid = hostile.disagreements(3000, seed=1)
     assert wrong == [] and 1000 < valid < 2000
-    assert hostile.python_value("(1+2)/4 - 03") == (Fraction(-9, 4), [1, 2, 4, 3])
-    assert hostile.python_value("2**3") is None
 
 
-HOSTILE_TRACES = [
-    *(
-        "",
-        "\0",
-        "\ud800 no",
-        "1 yes",
-        "= yes",
-        "==== no",
-        "9**9**9 = 1 yes",
-        "1/0 = 1/0 yes",
-        "1\u20281=1 no",
-    ),
-    *("1" * 10**6 + " yes", "1=" * 10**6 + "1 yes", "1+1=2 yes\n" * 10**5, "(" * 10**6 + " no"),
-    *("no\n" * 10**6, " yes" * 10**6, "<think>" * 10**5, "</think>" * 10**5),
-]
+HOSTILE_TRACES = ["", "\0", "\ud800 no", "1 yes", "= yes", "==== no", "9**9**9 = 1 yes", "1/0 = 1/0 yes"]
+HOSTILE_TRACES += ["1" * 10**6 + " yes", "1=" * 10**6 + "1 yes", "1+1=2 yes\n" * 10**5, "(" * 10**6 + " no"]
+HOSTILE_TRACES += ["no\n" * 10**6, " yes" * 10**6, "<think>" * 10**5, "</think>" * 10**5, "1\u20281=1 no"]
 
 
 def test_habits_of_hostile_traces_are_shares():
@@ -267,28 +231,31 @@ def started_grader() -> rewards.Grader:
     return rewards.grader_of(os.getpid())
 
 
-def test_the_kernel_kills_a_worker_that_takes_too_long():
-    worker = started_grader().worker
+def test_a_worker_that_takes_too_long_or_dies_is_replaced():
+    grader = started_grader()
+    worker = grader.worker
     assert wrong_scores(SLOW_LATEX[:1]) == []
     assert worker.poll() == -signal.SIGPROF  # the CPU-time limit, not the wall-clock one
-    assert rewards.math("\\boxed{4}", "4") == 1 and rewards.math("\\boxed{5}", "4") == 0
+    for _ in range(2):
+        assert rewards.math("\\boxed{4}", "4") == 1 and rewards.math("\\boxed{5}", "4") == 0
+        grader.worker.kill()
+        grader.worker.wait()
 
 
-def test_a_worker_that_died_is_replaced():
-    grader = started_grader()
-    grader.worker.kill()
-    grader.worker.wait()
-    assert rewards.math("\\boxed{4}", "4") == 1 and rewards.math("\\boxed{5}", "4") == 0
-
-
-def test_the_kernel_kills_a_worker_that_waits_too_long(tmp_path):
-    hang = {"= latex_equal(answer, gold)": "= latex_equal(answer, gold) or signal.pause()"}
-    hanging = changed_rewards(tmp_path, hang | {"WALL_SECONDS = 60 ": "WALL_SECONDS = 0.5 "})
-    grader = hanging.Grader()
+def test_the_kernel_kills_a_worker_that_waits_too_long(tmp_path, monkeypatch):
+    source = Path(rewards.__file__).read_text()
+    changes = {"= latex_equal(answer, gold)": "= latex_equal(answer, gold) or signal.pause()"}
+    for before, after in (changes | {"WALL_SECONDS = 60 ": "WALL_SECONDS = 0.5 "}).items():
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    (tmp_path / "hanging.py").write_text(source)
+    monkeypatch.setattr(rewards, "__file__", str(tmp_path / "hanging.py"))  # which the worker runs
+    grader = rewards.Grader()
     assert grader.grade("4", "4")
     worker = grader.worker
     assert not grader.grade("5", "4") and worker.returncode == -signal.SIGALRM
     assert grader.grade("4", "4")
+    grader.stop_worker()
 
 
 def test_an_interrupted_question_leaves_no_reply_behind(monkeypatch):
@@ -334,9 +301,8 @@ for text in sys.argv[1:]:
 """
 
 
-def test_sympy_evaluates_only_literals(tmp_path):
-    shutil.copy(rewards.__file__, tmp_path)
-    lines = run_python_command("-c", PARSE, *ALLOWED, *REFUSED, cwd=tmp_path).splitlines()
+def test_sympy_evaluates_only_literals():
+    lines = run("-c", PARSE, *ALLOWED, *REFUSED).stdout.splitlines()
     assert lines == [*ALLOWED.values(), *["refused"] * len(REFUSED)]
 
 
@@ -360,52 +326,9 @@ os.kill(os.getpid(), 9)
 
 def test_rewards_alone_in_a_folder_grades_and_leaves_no_process_behind(tmp_path):
     shutil.copy(rewards.__file__, tmp_path / "rewards.py")
-    lines = run_python_command("-c", ALONE, cwd=tmp_path).splitlines()
-    assert lines[0] == "True 1.0" and lines[1] == "1.0 0.0"
+    lines = run("-c", ALONE, cwd=tmp_path).stdout.splitlines()
+    assert lines[:2] == ["True 1.0", "1.0 0.0"]
     assert lines[2] == "[]"  # a verifier is cheap to import
     assert lines[3] == "1.0 True"  # a forked process has its own worker
-    worker = int(lines[4])  # its trainer was killed by SIGKILL
-
-    def is_running() -> bool:
-        try:
-            return psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
-    deadline = time.monotonic() + 60
-    while is_running() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running()
-
-
-# ---------------------------------------------- can these tests fail? ---------------------------------------
-def scores(text: str, nums: list[int], target: int):
-    return lambda module: module.countdown(f"<answer>{text}</answer>", nums, target)
-
-
-FAR_APART = "1" + " " * 10**5 + "2"
-
-
-def boxes(text: str):
-    return lambda module: module.boxed(text)
-
-
-@pytest.mark.parametrize(
-    "before, after, observe",
-    [
-        ('len("".join(expression.split()))', "len(expression)", scores("3+" + " " * 200 + "4", [3, 4], 7)),
-        ("token.isascii() and ", "", scores("٣+٤", [3, 4], 7)),
-        (" and len(token) <= MAX_DIGITS", "", scores("9" * 19, [int("9" * 19)], int("9" * 19))),
-        ('text.rpartition("<answer>")', 'text.partition("<answer>")', scores("1</answer><answer>2", [2], 2)),
-        ("uses_each_once and ", "", scores("3+3+4", [3, 4, 5], 10)),
-        ('answer.partition("=")', 'answer.rpartition("=")', scores("1+2=9=3", [1, 2], 3)),
-        ("[0-9)]", "[)]", lambda module: module.gsm8k_last_number("5-6", "6")),
-        ("[0-9)]", "[0-9]", lambda module: module.gsm8k_last_number("(5)-6", "6")),
-        ("text[-MAX_TEXT:]", "text[:MAX_TEXT]", lambda module: module.gsm8k_last_number(FAR_APART, "2")),
-        ('"\\\\boxed")\n    rest', '"boxed")\n    rest', boxes("boxed{4}")),
-        (r'r"\\.|[{}]"', 'r"[{}]"', boxes(r"\boxed{4\}")),
-        ("0, MAX_LATEX + 2", "0", boxes("\\boxed{" + "4" * 501 + "}")),
-    ],
-)
-def test_a_defect_in_rewards_changes_a_score(tmp_path, before, after, observe):
-    assert observe(changed_rewards(tmp_path, {before: after})) != observe(rewards)
+    with suppress(psutil.NoSuchProcess):  # its trainer was killed by SIGKILL
+        psutil.Process(int(lines[4])).wait(60)

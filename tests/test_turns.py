@@ -16,11 +16,8 @@ async def again(sample):
 def test_replies_are_masked_and_the_sampled_ids_are_kept(tokenizer):
     letters = tokenizer.encode("no")[:1] + [tokenizer.convert_tokens_to_ids(c) for c in "yes"]
     answers = [(letters, [-0.1] * len(letters), 7, False), ([2], [-0.5], [8], False)]
-
-    async def env_step(sample):
-        return "again" if len(sample.turns) == 1 else None
-
-    sample = play(tokenizer, answers, env_step, max_turns=3)
+    replies = {1: "again", 2: None}
+    sample = play(tokenizer, answers, lambda sample: replies[len(sample.turns)], max_turns=3)
     reply = tokenizer.encode("again")
     prompt = len(train.encode_prompt(tokenizer, GREETING))
     tokens, n, k = sample.tokens[prompt:], len(letters), len(reply)
@@ -46,12 +43,6 @@ def test_an_episode_ends_with_a_turn_of_the_policy(tokenizer, turn, env_step, ma
     assert sample.tokens["mask"].sum() == 2 * expected and sample.tokens["mask"][-1] == 1
 
 
-def test_the_last_turn_reaches_env_step_too(tokenizer):
-    called = []
-    play(tokenizer, [TURN], lambda sample: called.append(len(sample.turns)))
-    assert called == [1]  # for example to see whether a last guess was right
-
-
 @pytest.mark.parametrize("missing, count", [(0, 2), (1, 1)])
 def test_an_episode_ends_where_a_reply_does_not_fit(tokenizer, missing, count):
     limit = len(train.encode_prompt(tokenizer, GREETING)) + 2 + len(tokenizer.encode("again")) - missing
@@ -60,11 +51,11 @@ def test_an_episode_ends_where_a_reply_does_not_fit(tokenizer, missing, count):
     assert sample.tokens["mask"][-1] == 1  # what does not fit is not run through the update
 
 
-def test_env_step_may_be_plain(tokenizer):
-    replies = iter(["again", None])
-    sample = play(tokenizer, [TURN] * 2, lambda sample: next(replies), max_turns=9)
-    expected = play(tokenizer, [TURN] * 2, again, max_turns=2)
-    assert sample.tokens.tolist() == expected.tokens.tolist()
+def test_env_step_may_be_plain_and_sees_the_last_turn_too(tokenizer):
+    called = []  # for example to see whether a last guess was right
+    sample = play(tokenizer, [TURN] * 2, lambda one: called.append(len(one.turns)) or "again", max_turns=2)
+    assert called == [1, 2]
+    assert sample.tokens.tolist() == play(tokenizer, [TURN] * 2, again, max_turns=2).tokens.tolist()
 
 
 def test_env_step_has_a_deadline(tokenizer):

@@ -8,7 +8,7 @@ import torch
 
 from extras import variants
 from tests.conftest import Config, VariantTrainer, some_samples
-from train import Sample, Trainer, UserError
+from train import Trainer, UserError
 
 
 def loss_of_one(ratio=1.0, entropy=0.0, ref=-1.0, engine=-1.0, **flags):
@@ -54,32 +54,12 @@ def test_loss_by_hand(flags, loss, gradient):
         assert stats["kl"].item() == pytest.approx(math.exp(gap) - gap - 1)
 
 
-@pytest.mark.parametrize(
-    "aggregation, first, second",
-    [
-        # a batch of 4, of which this rank has samples with 2 and 1 trained tokens
-        ("sequence", 1 / 4 / 2, 1 / 4 / 1),
-        ("token", 1 / 10, 1 / 10),  # 10 trained tokens over all ranks
-        ("constant", 1 / 4 / 8, 1 / 4 / 8),  # at most 8 tokens each
-    ],
-)
-def test_weights_by_hand(aggregation, first, second):
-    samples = []
-    for mask in ([0, 1, 0, 1], [0, 1]):
-        samples.append(Sample([], {}))
-        samples[-1].append(range(len(mask)), mask=mask)
-    variants.set_weights(samples, Config(aggregation=aggregation, max_new_tokens=8), 4.0, 10.0)
-    assert samples[0].tokens["weight"].tolist() == pytest.approx([0, first, 0, first])
-    assert samples[1].tokens["weight"].tolist() == pytest.approx([0, second])
-
-
 @pytest.mark.parametrize("aggregation", ["sequence", "token", "constant"])
 def test_micro_batches_have_the_weights_of_the_aggregation(small, aggregation):
     trainer = small(aggregation=aggregation, tokens_per_micro_batch=40, max_new_tokens=8)
     samples = some_samples()
     batches = trainer.micro_batches(samples)
-    tokens = [sample.tokens for sample in samples]
-    trained = sum(part["mask"].sum() for part in tokens)
+    trained = sum(sample.tokens["mask"].sum() for sample in samples)
     expected = {"token": 1 / trained, "constant": 1 / 12 / 8}
     assert len(batches) > 2
     for batch in batches:
@@ -98,31 +78,26 @@ def test_advantages_without_the_std(small):
     assert found == [{0.5}, {-0.5}, {1.5}, {-1.5}, {0.0}, {0.0}]
 
 
+class Recipe(Trainer):
+    def compare(self, samples):
+        """One of its own."""
+
+    def micro_batches(self, samples):
+        """One of its own."""
+
+
 @pytest.mark.parametrize(
     "flags, said",
     [({"normalize_std": False}, "--normalize_std has no effect here: .* compare of its own")]
     + [({"aggregation": "token"}, "--aggregation has no effect here: .* micro_batches of its own")],
 )
 def test_what_a_recipe_does_itself_is_not_replaced(whole, flags, said):
-    class Recipe(Trainer):
-        def compare(self, samples):
-            raise NotImplementedError
-
-        def micro_batches(self, samples):
-            raise NotImplementedError
-
     with pytest.raises(UserError, match=said):
         whole(trainer_class=variants.extend(Recipe), **flags)
 
 
 def test_a_recipe_with_these_terms_gets_the_reference_alone(whole):
-    class Recipe(Trainer):
-        has_variants = True
-
-        def loss(self, logprobs, entropy, batch):
-            return logprobs.sum(), {}
-
-    trainer_class = variants.extend(Recipe)
-    assert trainer_class.loss is Recipe.loss and trainer_class.compare is Trainer.compare
+    trainer_class = variants.extend(type("Own", (Trainer,), {"has_variants": True}))
+    assert trainer_class.loss is Trainer.loss and trainer_class.compare is Trainer.compare
     assert whole(trainer_class=trainer_class, kl_coef=0.1).reference is not None
     assert whole(trainer_class=trainer_class).reference is None
