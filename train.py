@@ -559,8 +559,11 @@ class SGLangEngine:
             options["disable_prefill_cuda_graph"] = True  # its memory could not be released
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
             os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] = "0"
-            runtime = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"  # for what SGLang preloads
-            os.environ["LD_LIBRARY_PATH"] = f"{os.environ.get('LD_LIBRARY_PATH') or runtime}:{runtime}"
+            folders = [
+                os.environ.get("LD_LIBRARY_PATH"),
+                f"{Path(torch.__file__).parents[1]}/nvidia/cu13/lib",
+            ]
+            os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))  # for what SGLang preloads
         if self.group.rank() == 0:
             import sglang  # starts processes that import this file again
 

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2C
 import train
 from bench.cost import print_result, run_case
 from bench.measure import ASSETS, options, record, show
+from extras import head
 from tools.plan import PlanConfig, plan
 from train import GPU, Actor, Batch, Sample, grpo_loss, init_distributed, load_policy
 
@@ -84,7 +85,9 @@ def full_batch(tokens: int, device: str) -> Batch:
 
 def make_actor(config: train.Config, mesh, vocab_size: int) -> Actor:
     """The actor, as a Trainer makes it."""
-    return Actor(load_policy(config.model, mesh, config, vocab_size), mesh, config)
+    model = load_policy(config.model, mesh, config, vocab_size)
+    model.head_logprobs = head.head_logprobs
+    return Actor(model, mesh, config)
 
 
 def update(actor: Actor, batches: list[Batch]) -> float:

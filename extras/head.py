@@ -49,8 +49,8 @@ class HeadLogprobs(torch.autograd.Function):
             sums = torch.stack([chosen, exps.sum(dim=1), torch.linalg.vecdot(exps, logits)])
             chosen, total, weighted = over_ranks(sums)
             log_sum = total.log()
-            scores.append(torch.stack([chosen - log_sum, log_sum - weighted / total, top + log_sum]))
-        logprobs, entropies, log_sums = torch.cat(scores, dim=1)
+            scores.append((chosen - log_sum, log_sum - weighted / total, top + log_sum))
+        logprobs, entropies, log_sums = map(torch.cat, zip(*scores))
         ctx.save_for_backward(states, head, local, owned, entropies, log_sums)
         return logprobs, entropies
 
@@ -69,6 +69,7 @@ class HeadLogprobs(torch.autograd.Function):
             states_gradient[i] = gradient @ head
             if learns:
                 head_gradient += gradient.T @ states[i]
+            del logps, gradient  # before the next chunk's are made
         return states_gradient, head_gradient.to(head.dtype) if learns else None, None, None, None, None
 
 

@@ -6,7 +6,8 @@ the optimizer, time_logprobs the rest of Trainer.learn (the reference's and the 
 weight sync; they are the slowest rank's. time_reward adds up the samples of all ranks, which overlap.
 
 MFU (model FLOPs utilisation; Chowdhery et al., arXiv:2204.02311, appendix B) is the share of a GPU's peak
-that the arithmetic of the model itself reaches: what gradient checkpointing computes twice counts once.
+that the arithmetic of the model itself reaches: what gradient checkpointing computes twice counts once, and
+so does a prompt that the completions of a group share. shared_tokens is the share of tokens that this saves.
 """
 
 import resource
@@ -23,20 +24,35 @@ import train
 from train import RANK, reduce_over
 
 # Dense bf16 FLOP/s per card, by a part of its name (from the makers' data sheets). Other cards have no MFU.
-PEAKS = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12}
-PEAKS |= {"A100": 312e12, "A800": 312e12, "H800": 989e12, "H20": 148e12, "L40S": 362e12}
-PEAKS |= {"A10G": 70e12, "A10": 125e12, "L4": 121e12, "RTX 4090": 165e12, "RTX 3090": 71e12}
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "H800": 989e12,
+    "H20": 148e12,
+    "L40S": 362e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+    "L4": 121e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 REMARKS_EVERY = 10  # steps
 TRUNCATED = 0.3  # share of completions, above which there is a remark
 PHASES = ("rollout", "logprobs", "update", "push", "step")
 
 
 # ---- Arithmetic and memory -------------------------------------------------------------------------------
-def forward_flops(config, lengths: list[int], trained: int) -> float:
+def forward_flops(config, lengths: list[int], trained: int, shared: list[int] = ()) -> float:
     """FLOPs of one forward pass over sequences of these lengths, with the head at `trained` of their tokens.
 
     A multiplication and an addition count as two. Counted are the layers' matrices, causal attention (a token
-    sees half of its sequence on average) and the head; norms, rotations and activations are below 1 %.
+    sees half of its sequence on average) and the head; norms, rotations and activations are below 1 %. Not
+    counted are the `shared` first tokens of sequences, whose states another sequence has computed.
     """
     hidden = config.hidden_size
     heads = config.num_attention_heads
@@ -44,10 +60,10 @@ def forward_flops(config, lengths: list[int], trained: int) -> float:
     width = getattr(config, "head_dim", None) or hidden // heads
     projections = 2 * hidden * width * (heads + kv_heads)  # weights of q, o, k and v
     mlp = 3 * hidden * config.intermediate_size
-    matrices = 2 * (projections + mlp) * sum(lengths)
-    attention = sum(4 * heads * width * length * (length + 1) / 2 for length in lengths)
+    matrices = 2 * (projections + mlp) * (sum(lengths) - sum(shared))
+    pairs = sum(n * (n + 1) / 2 for n in lengths) - sum(n * (n + 1) / 2 for n in shared)  # of query and key
     head = 2 * hidden * config.vocab_size * trained
-    return config.num_hidden_layers * (matrices + attention) + head
+    return config.num_hidden_layers * (matrices + 4 * heads * width * pairs) + head
 
 
 def peak_flops(card: str) -> float | None:
@@ -63,11 +79,18 @@ def peak_gb() -> float:
 
 
 # ---- Remarks on a step -----------------------------------------------------------------------------------
-def remarks(metrics: dict, outcomes: list[tuple[int, float, bool]], config) -> str:
+def remarks(step: int, metrics: dict, outcomes: list[tuple[int, float, bool]], config) -> str:
     """Sentences on a step, from its metrics and from (group, reward, failed) of all its samples."""
     found = []
     if getattr(config, "baseline", "") != "none":  # else nothing is compared within a group
         found.append(remark_on_signal(outcomes))
+    on_policy = getattr(config, "updates_per_step", 1) == 1 and not getattr(config, "kl_coef", 0)
+    if step == 1 and on_policy and abs(metrics.get("loss", 1.0)) < 1e-3:
+        gradient = " The gradient is not 0." if metrics.get("grad_norm") else ""
+        found.append(
+            "A loss near 0 is expected: before the update every ratio is 1, and the advantages of a group "
+            f"sum to 0.{gradient} Watch the reward."
+        )
     truncated = metrics.get("truncated", 0.0)
     if truncated > TRUNCATED:
         found.append(
@@ -114,7 +137,8 @@ def extend(trainer_class: type) -> type:
         def forget_update(self):
             """Forgets the update of an earlier step."""
             self.gaps = []  # largest differences of log-probs, by micro-batch
-            self.tokens = 0  # in this rank's update of the step
+            self.tokens = 0  # that this rank's update of the step computes
+            self.sample_tokens = 0  # the same if no samples shared a prompt
             self.flops = 0.0  # of one forward pass over them
             self.update_began = None
 
@@ -164,8 +188,10 @@ def extend(trainer_class: type) -> type:
             for batch in batches:
                 if batch.samples:  # else it is a filler
                     lengths = [len(sample.tokens) for sample in batch.samples]
-                    self.tokens += sum(lengths)
-                    self.flops += forward_flops(self.actor.model.config, lengths, len(batch.targets))
+                    shared = getattr(batch, "shared", [])
+                    self.tokens += sum(lengths) - sum(shared)
+                    self.sample_tokens += sum(lengths)
+                    self.flops += forward_flops(self.actor.model.config, lengths, len(batch.targets), shared)
             return batches
 
         def forward(self, batch):
@@ -182,8 +208,9 @@ def extend(trainer_class: type) -> type:
             """Seconds by phase, tokens per second, idle shares, peak memory, the largest gap, MFU."""
             dp = self.mesh["dp"]
             sampled = sum(int(sample.tokens["mask"].sum()) for sample in samples)
-            sums = [sampled, self.tokens, self.flops, self.seconds["reward"], self.seconds["rollout"]]
-            sampled, trained, flops, reward_seconds, rollout_seconds = reduce_over(dp, sums)
+            sums = [sampled, self.tokens, self.sample_tokens, self.flops]
+            sums += [self.seconds["reward"], self.seconds["rollout"]]
+            sampled, computed, trained, flops, reward_seconds, rollout_seconds = reduce_over(dp, sums)
             gap = torch.stack(self.gaps).max().item() if self.gaps else 0.0
             largest = [*(self.seconds[phase] for phase in PHASES), peak_gb(), self.tokens, gap]
             *slowest, memory, fullest, gap = reduce_over(dp, largest, dist.ReduceOp.MAX)
@@ -195,7 +222,8 @@ def extend(trainer_class: type) -> type:
                 "rollout_tokens_per_s": sampled / rollout,
                 "train_tokens_per_s": trained / update,
                 "idle_rollout": 1 - rollout_seconds / dp.size() / rollout,  # waiting for the slowest
-                "idle_update": 1 - trained / dp.size() / max(fullest, 1),  # by tokens
+                "idle_update": 1 - computed / dp.size() / max(fullest, 1),  # by tokens
+                "shared_tokens": 1 - computed / max(trained, 1),  # prompts that were not computed again
                 "peak_gb": memory,
                 "logprob_diff_max": gap,
             }
@@ -214,8 +242,13 @@ def extend(trainer_class: type) -> type:
             outcomes = [(sample.key[0], sample.reward, bool(sample.failure)) for sample in mine]
             parts = [None] * dist.get_world_size() if RANK == 0 else None
             dist.gather_object(outcomes, parts)
-            found = remarks(metrics, sum(parts, []), self.config) if RANK == 0 else ""
+            found = remarks(step, metrics, sum(parts, []), self.config) if RANK == 0 else ""
             if found:
                 tqdm.write(f"step {step} | {found}")
+
+        def fit(self):
+            super().fit()
+            if RANK == 0:
+                tqdm.write(f"Done: {self.folder}/model; python -m tools.view {self.folder} shows the samples")
 
     return MonitoredTrainer

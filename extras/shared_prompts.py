@@ -69,6 +69,7 @@ class SharedBatch(Batch):
             return  # the filler stays as it is
         places = {}  # prompt -> where its tokens are
         ids, keys, source = [], [], []
+        self.shared = []  # of each sample, how many tokens another one has
         length = 0
         for sample in samples:
             mask = sample.tokens["mask"]
@@ -77,6 +78,7 @@ class SharedBatch(Batch):
             new = sample.tokens["id"][len(shared) :]
             seen = np.append(shared, np.arange(length, length + len(new)))
             places[prompt.tobytes()] = seen[: len(prompt)]
+            self.shared.append(len(shared))
             ids.append(new)
             keys.append(seen)
             source.append(seen[mask.nonzero()[0] - 1])

@@ -73,23 +73,28 @@ def test_the_gpu_kernel_is_asked_for_what_the_cpu_computes(monkeypatch):
     def plain_varlen(*arguments, **options):
         signature = inspect.signature(varlen_attn)
         given = signature.bind(*arguments, **options).arguments  # raises where torch would
-        assert given["max_q"] == given["max_k"] == 7
+        assert given["max_q"] == given["max_k"] == 9
         assert given["window_size"] == (-1, 0) and given["enable_gqa"]
-        assert given["cu_seq_q"] is given["cu_seq_k"] and given["cu_seq_q"].dtype == torch.int32
+        bounds = [given[name] for name in ("cu_seq_q", "cu_seq_k")]
+        assert bounds[0].dtype == bounds[1].dtype == torch.int32
         parts = []
-        for start, end in itertools.pairwise(given["cu_seq_q"].tolist()):
-            q, k, v = (given[name][start:end] for name in ("query", "key", "value"))
+        for queries, keys in zip(
+            *(itertools.starmap(slice, itertools.pairwise(one.tolist())) for one in bounds)
+        ):
+            q, k, v = given["query"][queries], given["key"][keys], given["value"][keys]
             q, k, v = (part.as_subclass(torch.Tensor).float() for part in (q, k, v))
             k, v = (part.repeat_interleave(2, dim=1) for part in (k, v))  # [length, heads, width]
             scores = torch.einsum("qhd,khd->hqk", q, k) * given["scale"]
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
+            later = torch.ones(scores.shape[1:]).triu(1 + len(k) - len(q)).bool()  # the last sees all keys
+            scores = scores.masked_fill(later, -torch.inf)
             parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         return torch.cat(parts)
 
     monkeypatch.setattr(train, "varlen_attn", plain_varlen)
     q, k, v = (torch.randn(1, heads, 12, 8).bfloat16() for heads in (4, 2, 2))
-    options = {"mask": None, "scaling": 0.3, "longest": 7}
+    options = {"mask": None, "scaling": 0.3, "longest": 9, "keys": [*range(5), 0, 1, *range(5, 12)]}
     options["bounds"] = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+    options["key_bounds"] = torch.tensor([0, 4, 5, 14], dtype=torch.int32)
     pretended = [part.as_subclass(Pretended) for part in (q, k, v)]
     on_gpu, _ = train.packed_attention(None, *pretended, **options)
     on_cpu, _ = train.packed_attention(None, q.float(), k.float(), v.float(), **options)

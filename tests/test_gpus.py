@@ -13,7 +13,7 @@ from tools.shapes import known_config
     [
         ("Qwen2.5-3B-Instruct", 80, 4, "16k tokens, share 0.7"),
         ("Qwen2.5-7B-Instruct", 80, 2, "tp 2, share 0.2"),
-        ("Qwen2.5-32B-Instruct", 80, 8, "tp 8, offload, 2k tokens, share 0.5"),
+        ("Qwen2.5-32B-Instruct", 80, 8, "tp 4, offload, 2k tokens, share 0.5"),
         ("Qwen2.5-32B-Instruct", 48, 8, "does not fit"),
     ],
 )

@@ -25,6 +25,8 @@ def test_forward_flops_by_hand():
     # 144. Head at 3 tokens: 2 * 4 * 10 * 3 = 240.
     config = Qwen2Config(**MODEL, num_hidden_layers=1, vocab_size=10)
     assert forward_flops(config, [3, 2], 3) == 1440 + 144 + 240
+    # The second sequence shares its first token: 4 tokens are left of 5, and 8 pairs of 9.
+    assert forward_flops(config, [3, 2], 3, [0, 1]) == 1440 * 4 / 5 + 144 * 8 / 9 + 240
     two_layers = Qwen2Config(**MODEL, num_hidden_layers=2, vocab_size=10)
     assert forward_flops(two_layers, [3, 2], 3) == 2 * (1440 + 144) + 240
 
@@ -38,7 +40,8 @@ def test_a_card_is_not_taken_for_another_one():
 
 @pytest.mark.parametrize("card", ["", "NVIDIA H100 80GB HBM3"])
 def test_speed_by_hand(monkeypatch, card):
-    # This rank: 2 s of sampling 3 tokens, an update of 5 tokens. The other one: 4 s, 6 sampled, 15 trained.
+    # This rank: 2 s of sampling 3 tokens, an update of 5. The other one: 4 s, 6 sampled, 20 in the update, of
+    # which 15 are computed.
     sample = Sample([], {})
     sample.append([7, 7])
     sample.append([8, 8, 8], mask=1, advantage=0.5)
@@ -53,14 +56,14 @@ def test_speed_by_hand(monkeypatch, card):
     trainer.mesh = {"dp": SimpleNamespace(size=lambda: 2)}
     model = SimpleNamespace(config=Qwen2Config(**MODEL, num_hidden_layers=1, vocab_size=10))
     trainer.actor = SimpleNamespace(model=model)
-    trainer.tokens = trainer.flops = 0
+    trainer.tokens = trainer.sample_tokens = trainer.flops = 0
     trainer.micro_batches([sample, idle])
     trainer.gaps = [torch.tensor(0.125), torch.tensor(0.25)]
     trainer.seconds = Counter(rollout=2.0, logprobs=1.0, update=4.0, push=0.5, step=8.0, reward=1.5)
 
     def reduce_over(mesh, values, op=dist.ReduceOp.SUM):
         if op == dist.ReduceOp.SUM:
-            return [mine + other for mine, other in zip(values, [6, 15, 1e6, 0.5, 4.0], strict=True)]
+            return [mine + other for mine, other in zip(values, [6, 15, 20, 1e6, 0.5, 4.0], strict=True)]
         others = [4.0, 1.0, 5.0, 0.5, 8.0, 0.0, 15, 0.125]
         return [max(pair) for pair in zip(values, others, strict=True)]
 
@@ -76,8 +79,9 @@ def test_speed_by_hand(monkeypatch, card):
     mfu = {"mfu": pytest.approx(3 * (1920 + 1e6) / 5 / 4 / 989e12, **exact)} if "H100" in card else {}
     assert found == mfu | {
         **{"time_rollout": 4.0, "time_logprobs": 1.0, "time_update": 5.0, "time_push": 0.5, "time_step": 8.0},
-        **{"time_reward": 2.0, "rollout_tokens_per_s": 9 / 4, "train_tokens_per_s": 20 / 6, "peak_gb": 1.5},
+        **{"time_reward": 2.0, "rollout_tokens_per_s": 9 / 4, "train_tokens_per_s": 25 / 6, "peak_gb": 1.5},
         **{"idle_rollout": 1 - 3 / 4, "idle_update": 1 - 10 / 15, "logprob_diff_max": 0.25},
+        "shared_tokens": pytest.approx(1 - 20 / 25),  # five of the other rank's 20 are shared
     }
 
 
@@ -95,19 +99,41 @@ def test_seconds_of_a_reward_that_raises_are_counted():
 
 # ---- Remarks ---------------------------------------------------------------------------------------------
 MIXED = "1 of 1 groups carry a signal."
+NEAR_ZERO = (
+    " A loss near 0 is expected: before the update every ratio is 1, and the advantages of a group sum to 0. "
+)
 
 
-def said_of(rewards: list[list[float]], metrics=(), **flags) -> str:
+def said_of(rewards: list[list[float]], metrics=(), step=1, **flags) -> str:
     """The remarks on a step with these rewards by group, and with a failed sample of another group."""
     outcomes = [(group, reward, False) for group, all_of_it in enumerate(rewards) for reward in all_of_it]
     outcomes += [(-1, 0.0, True), (-1, 1.0, False)]
-    return remarks(dict(metrics), outcomes, SimpleNamespace(**vars(Config()) | flags))
+    return remarks(
+        step,
+        {"loss": 0.5, "grad_norm": 0.1} | dict(metrics),
+        outcomes,
+        SimpleNamespace(**vars(Config()) | flags),
+    )
 
 
 def test_truncated_completions_are_remarked_on():
     assert said_of([[1, 0]], {"truncated": 0.3}) == said_of([[1, 0]]) == MIXED
     said = said_of([[1, 0]], {"truncated": 0.5})
     assert said.startswith(f"{MIXED} 50% of the completions were cut off: raise --max_new_tokens, ")
+
+
+@pytest.mark.parametrize(
+    "metrics, flags, said",
+    [
+        ({"loss": 1e-9}, {}, f"{NEAR_ZERO}The gradient is not 0. Watch the reward."),
+        ({"loss": 0.0, "grad_norm": 0.0}, {}, f"{NEAR_ZERO}Watch the reward."),
+        ({"loss": 0.0}, {"step": 11}, ""),
+        ({"loss": 0.0}, {"updates_per_step": 2}, ""),
+        ({"loss": 0.0}, {"kl_coef": 0.1}, ""),
+    ],
+)
+def test_a_loss_near_zero_is_explained_where_it_is_expected(metrics, flags, said):
+    assert said_of([[1, 0]], metrics, **flags) == MIXED + said
 
 
 def test_groups_with_a_signal_are_counted():

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train
-from extras import head, shared_prompts
+from extras import head
 from extras.shared_prompts import SharedBatch, pack_groups
 from tests.conftest import FORMS, VOCAB, Config, plain_logprobs, random_model
 from train import Batch, Sample
@@ -49,7 +49,11 @@ def test_a_shared_batch_by_hand():
     assert layout["position_ids"] == [[0, 1, 2, 3, 0, 1, 2, 3, 4]]
     assert layout["keys"] == [0, 1, 2, 3, 4, 5, 0, 1, 6, 7, 8]
     assert layout["bounds"] == [0, 4, 6, 9] and layout["key_bounds"] == [0, 4, 6, 11]
-    assert batch.layout["longest"] == 5 and batch.layout["bounds"].dtype == torch.int32
+    assert (
+        batch.shared == [0, 0, 2]
+        and batch.layout["longest"] == 5
+        and batch.layout["bounds"].dtype == torch.int32
+    )
 
 
 def test_groups_stay_whole_or_in_few_pieces():
@@ -92,5 +96,6 @@ def test_shared_equal_plain_log_probs_and_gradients(mesh, tmp_path, name, budget
     (plain, plain_gradient), (shared, gradient) = found
     for sample in grouped_samples():
         torch.testing.assert_close(shared[sample.key], plain[sample.key], rtol=1e-6, atol=2e-6)
-        torch.testing.assert_close(shared[sample.key][0], plain_logprobs(model, sample, 0.6), rtol=1e-5, atol=2e-5)
+        expected = plain_logprobs(model, sample, 0.6)
+        torch.testing.assert_close(shared[sample.key][0], expected, rtol=1e-5, atol=2e-5)
     assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm() > 0

@@ -10,11 +10,13 @@ for the GPU is recorded on the way. What this cannot show: NCCL, CUDA graphs, SG
 numerics.
 
 It prints peaks of live memory beside those of tools.plan, collectives with their bytes, host synchronizations
-with file and line. The exit code is 1 if the run does not fit.
+with file and line, FLOPs, and the host's own time per micro-batch (measured with a model of the same depth
+but tiny widths on real tensors). The exit code is 1 if the run does not fit.
 """
 
 import logging
 import math
+import statistics
 import sys
 import time
 import traceback
@@ -37,9 +39,12 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 import train
-from extras import offload, variants
+from extras import head, offload, variants
+from extras.compile import compile_layers
+from extras.shared_prompts import SharedBatch, pack_groups
 from recipes import lora
 from tools import plan
 from tools.plan import PlanConfig
@@ -48,6 +53,7 @@ from train import Actor, Sample, SGLangEngine, Trainer, UserError
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
 PROMPT = 128  # of these, tokens of the prompt
+WARM_UP = 2  # passes that are not timed; the first one compiles
 ROUNDING = 512  # bytes that CUDA's caching allocator rounds up to
 COMMUNICATION = ("c10d", "_c10d_functional")
 MESH_METHODS = (  # these compute with real tensors
@@ -58,13 +64,14 @@ MESH_METHODS = (  # these compute with real tensors
 
 # ---- What is recorded ------------------------------------------------------------------------------------
 class Recorder(TorchDispatchMode):
-    """Live bytes, collectives and host synchronizations of everything that runs under it."""
+    """Live bytes, collectives, FLOPs and host synchronizations of everything that runs under it."""
 
     def __init__(self):
         super().__init__()
         self.sizes = {}  # bytes of each live storage
         self.now = 0
         self.peak = 0
+        self.flops = 0
         self.collectives = defaultdict(lambda: [0, 0])  # name -> count, bytes
         self.syncs = Counter()  # "file:line code" -> count
 
@@ -79,6 +86,8 @@ class Recorder(TorchDispatchMode):
         for tensor in tree_leaves((args, kwargs, out)):
             if isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
                 self.add(tensor.untyped_storage())
+        if func._overloadpacket in flop_registry:
+            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
         if func.namespace in COMMUNICATION:
             self.count_collective(func, args, out)
         return out
@@ -115,9 +124,10 @@ class Recorder(TorchDispatchMode):
 
     def phase(self) -> dict:
         """What was recorded since the last call."""
-        found = {"peak": self.peak, "end": self.now, "syncs": dict(self.syncs)}
+        found = {"peak": self.peak, "end": self.now, "flops": self.flops, "syncs": dict(self.syncs)}
         found["collectives"] = {name: tuple(entry) for name, entry in self.collectives.items()}
         self.peak = self.now
+        self.flops = 0
         self.collectives.clear()
         self.syncs.clear()
         return found
@@ -215,9 +225,14 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
 
 def fake_batch(batch, mode: FakeTensorMode):
     """A micro-batch without data; sizes and lengths stay."""
-    values = vars(batch)
-    tensors = {name: mode.from_tensor(value) for name, value in values.items() if torch.is_tensor(value)}
-    return SimpleNamespace(**values | tensors)
+
+    def fake(values: dict) -> dict:
+        return {
+            name: mode.from_tensor(value) if torch.is_tensor(value) else value
+            for name, value in values.items()
+        }
+
+    return SimpleNamespace(**fake(vars(batch)) | {"layout": fake(batch.layout)})
 
 
 def make_samples(config: PlanConfig, vocab_size: int) -> list[Sample]:
@@ -234,9 +249,11 @@ def make_samples(config: PlanConfig, vocab_size: int) -> list[Sample]:
 def make_trainer(config: PlanConfig, mesh, vocab_size: int) -> Trainer:
     """A Trainer with an actor and, with --kl_coef, a reference, but no data, engine or log."""
     trainer_class, actor_class = (lora.LoRATrainer, lora.LoRAActor) if config.lora_rank else (Trainer, Actor)
-    trainer = object.__new__(offload.extend(variants.extend(trainer_class)))
+    trainer = object.__new__(offload.extend(variants.extend(head.extend(trainer_class))))
     engine = SimpleNamespace(vocab_size=vocab_size)
     vars(trainer).update(config=config, mesh=mesh, path=config.model, engine=engine)
+    if config.share_prompts:
+        vars(trainer).update(batch_class=SharedBatch, packer=pack_groups)
     trainer.actor = actor_class(trainer.load_policy(), mesh, config)
     trainer.reference = trainer.load_policy() if config.kl_coef else None
     return trainer
@@ -299,13 +316,40 @@ def rehearse(config: PlanConfig, model_config) -> dict[str, dict]:
     return found
 
 
+def host_seconds(config: PlanConfig, model_config, repeats: int = 5) -> float:
+    """Median seconds of a forward and backward pass of a model as deep as this one, but with tiny widths.
+
+    What is left is Python, autograd and dispatch: the host's share, which a GPU waits for if it is faster.
+    """
+    heads = config.tp_size * 2
+    tiny = {"hidden_size": 8 * heads, "intermediate_size": 8 * heads, "vocab_size": 64 * heads}
+    tiny |= {"num_attention_heads": heads, "num_key_value_heads": config.tp_size, "head_dim": 8}
+    small = type(model_config)(**model_config.to_dict() | tiny)
+    sample = make_samples(replace(config, tokens_per_micro_batch=0), small.vocab_size)[0]
+    sample.tokens = sample.tokens[PROMPT - 2 : PROMPT + 6]
+    times = []
+    with fake_processes(config, small) as (mesh, on_cpu):
+        with patch.object(train.dcp, "load"):
+            trainer = make_trainer(on_cpu, mesh, small.vocab_size)
+        for parameter in trainer.actor.parameters.values():
+            torch.nn.init.normal_(parameter.to_local(), std=0.02)
+        if config.compile:
+            compile_layers(trainer.actor.model)
+        batch = train.Batch([sample], "cpu")
+        for _ in range(WARM_UP + repeats):
+            start = time.perf_counter()
+            loss, _ = trainer.forward(batch)
+            loss.backward()
+            times.append(time.perf_counter() - start)
+            trainer.actor.optimizer.zero_grad()
+    return statistics.median(times[WARM_UP:])
+
+
 # ---- The command -----------------------------------------------------------------------------------------
 def planned(config: PlanConfig, model_config, is_whole: bool = False) -> dict[str, float]:
     """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
     left_out = () if is_whole else ("engine", "reserve")
-    # Where operations are recorded, autograd adds up gradients out of place: one more number per logit.
-    with patch.object(plan, "LOGIT", plan.LOGIT + (0 if is_whole else 4)):
-        phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
+    phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
     peaks = {"update": 0, "push": 0}
     for phase, parts in phases.items():
         name = "push" if phase == "push" else "update"
@@ -333,6 +377,8 @@ def report(config: PlanConfig, model_config, found: dict, seconds: float):
     print("\nthe host waits for the GPU (two micro-batches, one optimizer step):")
     for line, count in (found["update"]["syncs"] | found["update: step"]["syncs"]).items():
         print(f"  {count:4} x {line}")
+    print(f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}")
+    print(f"host per micro-batch: {1e3 * host_seconds(config, model_config):.0f} ms, measured here")
 
 
 def read_flags(arguments: list[str]) -> PlanConfig:
