@@ -326,8 +326,8 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     options = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, **options)
-    copies, tp = config.dp_replicate, config.tp_size
-    shape = (copies, dist.get_world_size() // tp // copies, tp)
+    copies = config.dp_replicate
+    shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
     mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
     both = mesh["replicate", "shard"]
     return {"dp": both._flatten("dp"), "tp": mesh["tp"], "fsdp": both if copies > 1 else mesh["shard"]}
@@ -350,9 +350,9 @@ def packed_attention(module, query, key, value, mask, scaling, bounds, keys, key
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         shared["window_size"] = (-1, 0)  # causal: the last query of a sample sees its last key
         return varlen_attn(q, k, v, bounds, key_bounds, longest, longest, **shared)[None], None
-    pairs = (query, bounds), (key, key_bounds), (value, key_bounds)
+    lengths, key_lengths = bounds.diff().tolist(), key_bounds.diff().tolist()
     outputs = []
-    for q, k, v in zip(*(part.split(ends.diff().tolist(), dim=2) for part, ends in pairs)):
+    for q, k, v in zip(query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2)):
         causal = causal_lower_right(q.shape[2], k.shape[2])
         outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, **shared))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
@@ -368,15 +368,14 @@ def empty_model(path: str):
 
 def apply_tensor_parallel(model, mesh: DeviceMesh):
     """Megatron's split (arXiv:1909.08053 sec. 3) as DTensors."""
-    column = parallel.ColwiseParallel()
     plan = {
         "model.embed_tokens": parallel.RowwiseParallel(input_layouts=Replicate()),  # by vocabulary
-        "model.layers.*.self_attn.[qkv]_proj": column,  # whole heads
+        "model.layers.*.self_attn.[qkv]_proj": parallel.ColwiseParallel(),  # whole heads
         "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(),
-        "model.layers.*.mlp.gate_proj": column,
-        "model.layers.*.mlp.up_proj": column,
+        "model.layers.*.mlp.gate_proj": parallel.ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": parallel.ColwiseParallel(),
         "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
-        "lm_head": column,
+        "lm_head": parallel.ColwiseParallel(),
     }
     if model.config.model_type == "qwen3":  # these norms see only this rank's heads, dimension 2
         heads = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
@@ -559,11 +558,9 @@ class SGLangEngine:
             options["disable_prefill_cuda_graph"] = True  # its memory could not be released
             os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
             os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] = "0"
-            folders = [
-                os.environ.get("LD_LIBRARY_PATH"),
-                f"{Path(torch.__file__).parents[1]}/nvidia/cu13/lib",
-            ]
-            os.environ["LD_LIBRARY_PATH"] = ":".join(filter(None, folders))  # for what SGLang preloads
+            runtime = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"  # for what SGLang preloads
+            folders = filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(runtime)])
+            os.environ["LD_LIBRARY_PATH"] = ":".join(folders)
         if self.group.rank() == 0:
             import sglang  # starts processes that import this file again
 
