@@ -103,4 +103,8 @@ def extend(trainer_class: type) -> type:
                 self.batch_class, self.packer = SharedBatch, pack_groups
             super().__init__(config, *arguments)
 
+        def shared_tokens(self, sample: Sample) -> int:
+            """For extras/balance.py: what a group's samples have once."""
+            return prompt_length(sample) if self.config.share_prompts else 0
+
     return SharingTrainer
