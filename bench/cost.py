@@ -7,8 +7,9 @@ steps: the trainer with all extras runs steps of the embedded job on two ranks. 
     backward pass. A rank that waits for another one in the log or the push waits in wall time only.
 waits: samples of log-normal lengths are packed as the trainer packs them; nothing is timed. In each pass all
     ranks wait for the one with the most tokens, because FSDP's collectives join them there. The table has the
-    share of its time that the average rank waits, if samples stay where they were sampled, and if
-    extras/balance.py moves them within machines of 8 ranks.
+    tokens of these fullest ranks, as a share of what they are if every sample has a prompt of its own and
+    stays where it was sampled, and the share of its time that the average rank waits: with prompts computed
+    once per group, and if extras/balance.py moves groups within machines of 8 ranks.
 """
 
 import json
@@ -20,8 +21,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager
 from functools import wraps
-from statistics import mean, median
-from types import SimpleNamespace
+from statistics import median
 
 import numpy as np
 import torch.distributed as dist
@@ -30,6 +30,7 @@ import extras
 import train
 from bench.measure import embedded_flags, options, record, show
 from extras.balance import moves
+from extras.shared_prompts import by_prompt, pack_groups, size
 
 GROUP = 8
 PROMPT_LENGTH, MEDIAN, LONGEST = 300, 600, 4096  # tokens of a prompt; of completions
@@ -166,35 +167,54 @@ def steps_table(rounds: int) -> dict[str, list[dict]]:
 
 
 # ---- waits -----------------------------------------------------------------------------------------------
-def draw_lengths(generator, groups: int, sigma: float) -> np.ndarray:
-    """Tokens of samples [groups, GROUP]; half of the variance of the logarithm lies between prompts."""
+def draw_samples(generator, groups: int, sigma: float) -> list[train.Sample]:
+    """Groups of samples; half of the variance of the logarithm of their lengths lies between prompts."""
     difficulty = generator.normal(0, sigma / 2**0.5, (groups, 1))
     lengths = MEDIAN * np.exp(difficulty + generator.normal(0, sigma / 2**0.5, (groups, GROUP)))
-    return PROMPT_LENGTH + np.minimum(lengths, LONGEST).astype(int)
+    samples = []
+    for (number, i), length in np.ndenumerate(np.minimum(lengths, LONGEST).astype(int)):
+        sample = train.Sample([], {}, key=(number, i))
+        sample.append([number] * PROMPT_LENGTH)
+        sample.append(np.zeros(length, int), mask=1)
+        samples.append(sample)
+    return samples
 
 
-def balanced(ranks: list[list]) -> list[list]:
-    """The ranks' samples after extras/balance.py has moved some within each machine."""
-    after = [list(samples) for samples in ranks]
+def balanced(ranks: list[list], shared: int) -> list[list]:
+    """The ranks' samples, of which groups share some tokens, after extras/balance.py has moved some."""
+    after = []
     for first in range(0, len(ranks), MACHINE):
-        lengths = [[len(sample.tokens) for sample in samples] for samples in ranks[first : first + MACHINE]]
-        for source, index, target in moves([sum(own) for own in lengths], lengths):
-            sample = ranks[first + source][index]
-            after[first + source].remove(sample)
-            after[first + target].append(sample)
+        machine = [by_prompt(samples) for samples in ranks[first : first + MACHINE]]
+        sizes = [[(shared, [len(one.tokens) - shared for one in group]) for group in own] for own in machine]
+        loads = [sum(prompt + sum(rests) for prompt, rests in own) for own in sizes]
+        arrived = [[] for _ in machine]
+        for source, index, n, target in moves(loads, sizes):
+            arrived[target] += machine[source][index][:n]
+            del machine[source][index][:n]
+        after += [sum(own, new) for own, new in zip(machine, arrived)]
     return after
 
 
-def waiting_share(ranks: list[list]) -> float:
-    """The share of its time that the average rank waits, if time is proportional to tokens."""
-    count = max(len(train.pack(samples, BUDGET, 1)) for samples in ranks)
-    packs = [train.pack(samples, BUDGET, count) for samples in ranks]
+def time_and_wait(ranks: list[list], shares_prompts: bool) -> tuple[float, float]:
+    """Time of an update in tokens of the fullest ranks; the share of it that the average rank waits."""
+    pack, count = (pack_groups, tokens_of) if shares_prompts else (train.pack, plain_tokens_of)
+    passes = max(len(pack(samples, BUDGET, 1)) for samples in ranks)
+    packs = [pack(samples, BUDGET, passes) for samples in ranks]
     passes = max(map(len, packs))
     tokens = np.zeros((len(ranks), passes))
     for rank, parts in enumerate(packs):
-        sizes = [sum(len(sample.tokens) for sample in part) for part in parts]
-        tokens[rank, : len(parts)] = sorted(sizes, reverse=True)
-    return 1 - tokens.mean() / tokens.max(axis=0).mean()
+        tokens[rank, : len(parts)] = sorted(map(count, parts), reverse=True)
+    return tokens.max(axis=0).sum(), 1 - tokens.mean() / tokens.max(axis=0).mean()
+
+
+def plain_tokens_of(samples: list) -> int:
+    """Tokens of a micro-batch in which every sample has a prompt of its own."""
+    return sum(len(sample.tokens) for sample in samples)
+
+
+def tokens_of(samples: list) -> int:
+    """Tokens of a micro-batch with shared prompts."""
+    return sum(map(size, by_prompt(samples)))
 
 
 def waits_table(rounds: int) -> dict[str, list[dict]]:
@@ -202,15 +222,20 @@ def waits_table(rounds: int) -> dict[str, list[dict]]:
     rows = []
     for ranks, groups, sigma in ((4, 16, 0.5), (8, 8, 0.5), (8, 8, 1.0), (8, 32, 1.0), (64, 8, 1.0)):
         generator = np.random.default_rng(0)
-        shares = {"where sampled": [], "balanced": []}
+        found = []
         for _ in range(rounds):
-            drawn = draw_lengths(generator, ranks * groups, sigma).reshape(ranks, -1)
-            own = [[SimpleNamespace(tokens=range(length)) for length in row] for row in drawn]
-            shares["where sampled"].append(waiting_share(own))
-            shares["balanced"].append(waiting_share(balanced(own)))
+            drawn = draw_samples(generator, ranks * groups, sigma)
+            own = [drawn[i : i + groups * GROUP] for i in range(0, len(drawn), groups * GROUP)]
+            plain, _ = time_and_wait(own, False)
+            moved, _ = time_and_wait(balanced(own, 0), False)
+            shared, wait = time_and_wait(own, True)
+            both, less = time_and_wait(balanced(own, PROMPT_LENGTH), True)
+            found.append([moved / plain, shared / plain, both / plain, wait, less])
+        names = ("% of time, moved", "% of time, shared", "% of time, shared and moved")
+        names += ("% waited, shared", "% waited, shared and moved")
         row = {"ranks": ranks, "groups per rank": groups, "sigma of log length": sigma}
-        rows.append(row | {f"% waited, {name}": 100 * mean(found) for name, found in shares.items()})
-    return {"How much of an update the average rank waits": rows}
+        rows.append(row | dict(zip(names, (100 * np.mean(found, axis=0)).tolist())))
+    return {f"Time of an update with prompts of {PROMPT_LENGTH} tokens and completions of {MEDIAN}": rows}
 
 
 def main():

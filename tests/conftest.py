@@ -96,12 +96,13 @@ def random_model(folder: Path, kind: str = "qwen3", tied: bool = True, **options
 
 
 def some_samples(groups: int = 6, size: int = 2) -> list[Sample]:
-    """Samples of unequal lengths with made-up advantages; the longer ones have a reply in their middle."""
+    """Groups of unequal lengths with made-up advantages; the longer samples have a reply in their middle."""
     generator = torch.Generator().manual_seed(1)
     samples = []
     for i in range(groups * size):
-        prompt, length = 3 + i % 4, 4 + 5 * (i % 5)
+        prompt, length = 3 + i // size % 4, 4 + 5 * (i % 5)
         ids = torch.randint(0, VOCAB, (prompt + length,), generator=generator).numpy()
+        ids[:prompt] = samples[-1].tokens["id"][:prompt] if i % size else ids[:prompt]  # that of its group
         advantage = torch.randn((), generator=generator).item()
         sample = Sample([], {"i": i}, key=(i // size, i % size))
         sample.append(ids[:prompt])

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 import extras.local_engine  # noqa: F401 (once, before the fork)
 import train
-from extras import balance, dither
+from extras import balance, dither, head, shared_prompts
+from extras.shared_prompts import SharedBatch, pack_groups
 from recipes import lora
 from tests.conftest import (
     FORMS,
@@ -46,6 +47,7 @@ LOSSES = {
     "plain": {"aggregation": "sequence"},
     "all terms": {"aggregation": "token", "kl_coef": 0.05, "entropy_coef": 0.01, "tis_cap": 1.1},
 }
+RunTrainer = shared_prompts.extend(head.extend(balance.extend(VariantTrainer)))
 COMMON = {"device": "cpu", "max_new_tokens": 8, "temperature": TEMPERATURE, "max_grad_norm": 0.1}
 
 
@@ -92,9 +94,13 @@ def compare_gradients(all_cases: dict, inputs: Path, outputs: Path):
             flags |= {"tokens_per_micro_batch": budget, "gradient_checkpointing": recompute}
             mesh = train.init_distributed(Config(**flags))
             mine = own_samples(inputs / f"{name}.pt", mesh, 4 if recompute else 1)  # uneven, to be balanced
-            trainer_class = balance.extend(VariantTrainer) if recompute else VariantTrainer
             for loss in losses_of(case, all_cases):
-                trainer = make_trainer(Config(**flags | LOSSES[loss], token_groups=0), mesh, trainer_class)
+                config = Config(**flags | LOSSES[loss], token_groups=0)
+                if recompute:  # as a run has it: shared prompts, the other head, moves between ranks
+                    layout = {"batch_class": SharedBatch, "packer": pack_groups}
+                    trainer = make_trainer(config, mesh, RunTrainer, **layout)
+                else:
+                    trainer = make_trainer(config, mesh)
                 record = update(trainer, deepcopy(mine), loss)
                 save(record, outputs / f"{name}-{loss}-{processes}-{case}.pt")
 

@@ -176,13 +176,27 @@ def test_time_is_booked_to_the_innermost_part(monkeypatch):
     ],
 )
 def test_ranks_wait_for_the_fullest_one(lengths, share):
-    ranks = [[SimpleNamespace(tokens=range(length)) for length in one] for one in lengths]
-    assert cost.waiting_share(ranks) == pytest.approx(share)
+    ranks = [[of_tokens(0, length) for length in one] for one in lengths]
+    assert cost.time_and_wait(ranks, False)[1] == pytest.approx(share)
+
+
+def of_tokens(prompt: int, length: int) -> Sample:
+    """A sample of a group that is known by the length of its prompt."""
+    sample = Sample([], {}, key=(prompt, length))
+    sample.append([7] * (prompt + length))
+    sample.tokens["mask"][prompt:] = 1
+    return sample
+
+
+def test_a_prompt_is_computed_once_per_group():
+    ranks = [[of_tokens(50, 10), of_tokens(50, 30)], [of_tokens(40, 20)]]
+    assert cost.time_and_wait(ranks, False) == (140, pytest.approx(1 - 200 / 280))
+    assert cost.time_and_wait(ranks, True) == (90, pytest.approx(1 - 150 / 180))
 
 
 def test_balancing_keeps_every_sample():
-    ranks = [[SimpleNamespace(tokens=range(length)) for length in one] for one in ([9, 8, 7], [1], [2])]
-    after = cost.balanced(ranks)
-    assert sorted(len(one.tokens) for rank in after for one in rank) == [1, 2, 7, 8, 9]
-    assert [sum(len(one.tokens) for one in rank) for rank in after] == [9, 9, 9]
+    ranks = [[of_tokens(1, 8), of_tokens(2, 6), of_tokens(3, 4)], [of_tokens(4, 0)], [of_tokens(5, 0)]]
+    after = cost.balanced(ranks, 0)
+    assert sorted(one.key for rank in after for one in rank) == [(1, 8), (2, 6), (3, 4), (4, 0), (5, 0)]
+    assert [sum(len(one.tokens) for one in rank) for rank in after] == [12, 9, 12]
     assert [len(rank) for rank in ranks] == [3, 1, 1]
