@@ -162,6 +162,7 @@ def config_of(case: dict) -> PlanConfig:
         tokens_per_micro_batch=case["tokens"],
         gradient_checkpointing=case["recompute"],
         tp_size=case["tp"],
+        share_prompts=False,  # as in full_batch
         processes=case["ranks"],
         device="cuda" if GPU else "cpu",
     )

@@ -129,7 +129,8 @@ def compare_adapters(inputs: Path, outputs: Path):
             flags = COMMON | {"model": str(inputs / name), "tp_size": tp, "tokens_per_micro_batch": 60}
             config = lora.LoRAConfig(**flags, lora_rank=4, lora_alpha=6)
             mesh = train.init_distributed(config)
-            trainer = make_trainer(config, mesh, lora.LoRATrainer, lora.LoRAActor)
+            layout = {"batch_class": SharedBatch, "packer": pack_groups} if tp == 2 else {}
+            trainer = make_trainer(config, mesh, head.extend(lora.LoRATrainer), lora.LoRAActor, **layout)
             for weight in trainer.actor.parameters.values():  # at the start B is 0, and so A's gradient
                 generator = torch.Generator().manual_seed(1)
                 lora.fill(weight, 0.1 * torch.randn(weight.shape, generator=generator))

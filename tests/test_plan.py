@@ -174,3 +174,10 @@ def test_what_cannot_be_planned_ends_in_one_line(monkeypatch, capsys, flags, sai
     monkeypatch.setattr(planner.torch.cuda, "is_available", lambda: False)
     code, out, err = run_main(monkeypatch, capsys, *flags)
     assert code == 2 and said in err and err.count("\n") == 1 and not out
+
+
+def test_completions_attend_to_copies_of_a_shared_prompt():
+    # Eight of 512 tokens after a prompt of 512: 4,608 tokens, which see 8 times 1,024.
+    flags = {"group_size": 8, "max_new_tokens": 512}
+    assert planner.keys_per_token(planner.PlanConfig(**flags)) == 8192 / 4608
+    assert planner.keys_per_token(planner.PlanConfig(**flags, share_prompts=False)) == 1

@@ -6,8 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train
-from extras import head
+from extras import head, shared_prompts
 from extras.shared_prompts import SharedBatch, pack_groups
+from recipes.critic import load_critic
 from tests.conftest import FORMS, VOCAB, Config, plain_logprobs, random_model
 from train import Batch, Sample
 
@@ -99,3 +100,28 @@ def test_shared_equal_plain_log_probs_and_gradients(mesh, tmp_path, name, budget
         expected = plain_logprobs(model, sample, 0.6)
         torch.testing.assert_close(shared[sample.key][0], expected, rtol=1e-5, atol=2e-5)
     assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm() > 0
+
+
+def test_a_critic_sees_the_same_states(mesh, tmp_path):
+    folder = random_model(tmp_path, "qwen3", True)
+    critic = load_critic(str(folder), mesh, Config(device="cpu"))
+    torch.nn.init.normal_(critic.value_head.weight.to_local())
+    samples = grouped_samples()
+    torch.testing.assert_close(
+        critic.values(SharedBatch(samples, "cpu")), critic.values(Batch(samples, "cpu"))
+    )
+
+
+def test_the_flag_chooses_the_layout():
+    class Core:
+        batch_class, packer = Batch, staticmethod(train.pack)
+
+        def __init__(self, config):
+            self.config = config
+
+    sharing = shared_prompts.extend(Core)
+    sample = grouped_samples()[0]
+    on, off = (sharing(Config(share_prompts=value)) for value in (True, False))
+    assert (on.batch_class, on.packer, on.shared_tokens(sample)) == (SharedBatch, pack_groups, 6)
+    assert (off.batch_class, off.packer, off.shared_tokens(sample)) == (Batch, train.pack, 0)
+    assert SharedBatch([], "cpu").targets.tolist() == Batch([], "cpu").targets.tolist()  # a filler

@@ -157,7 +157,16 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     n.queries = n.width * heads / tp
     n.keys = n.width * model_config.num_key_value_heads / tp
     n.head_norms = model_config.model_type == "qwen3"
+    n.seen = keys_per_token(config)
     return n
+
+
+def keys_per_token(config: Config) -> float:
+    """Keys per token of a micro-batch: each completion attends to a copy of the keys of its shared prompt."""
+    if not config.share_prompts:
+        return 1
+    group = config.group_size
+    return group * longest(config) / (PROMPT + group * (longest(config) - PROMPT))
 
 
 def saved_by_layer(n: SimpleNamespace) -> float:
@@ -165,7 +174,8 @@ def saved_by_layer(n: SimpleNamespace) -> float:
     norms = 2 * n.hidden * (4 + 2 * n.s)  # input in fp32; normalized; times the weight
     norms += (n.queries + n.keys) * (4 + n.s) * n.head_norms  # the same; nothing needs their outputs
     copies = 1 if n.cuda and n.s == 2 else 2  # outputs: sdpa joins its pieces in a second one
-    attention = n.s * ((1 + copies) * n.queries + 2 * n.keys) + 4 * n.queries / n.width  # q, out, k, v; lse
+    attention = (1 + copies) * n.queries + 2 * n.seen * n.keys  # q, out, k, v
+    attention = n.s * attention + 4 * n.queries / n.width  # lse
     inside = n.s * n.ranks  # between A and B
     return norms + attention + inside + 4 * n.s * n.mlp  # gate, its activation, up, their product
 

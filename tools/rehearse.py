@@ -349,7 +349,8 @@ def host_seconds(config: PlanConfig, model_config, repeats: int = 5) -> float:
 def planned(config: PlanConfig, model_config, is_whole: bool = False) -> dict[str, float]:
     """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
     left_out = () if is_whole else ("engine", "reserve")
-    phases = plan.plan(config, model_config, config.processes, trained=1 - PROMPT / LENGTH)
+    alone = replace(config, share_prompts=False)  # each rehearsed sample has a prompt of its own
+    phases = plan.plan(alone, model_config, config.processes, trained=1 - PROMPT / LENGTH)
     peaks = {"update": 0, "push": 0}
     for phase, parts in phases.items():
         name = "push" if phase == "push" else "update"
