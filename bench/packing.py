@@ -20,6 +20,7 @@ import train
 from bench.measure import embedded_flags, in_turn, options, ratio, record, show
 from bench.memory import make_actor, update
 from extras import add_flags
+from extras.head import head_logprobs
 
 PROMPT, MEDIAN, SPREAD = 32, 100, 10  # tokens; the spread is that of the 90th over the 10th percentile
 SIGMA = torch.tensor(SPREAD).log().item() / (2 * 1.2815515)
@@ -69,7 +70,7 @@ def rectangle(samples: list[train.Sample]) -> train.Batch:
         rows.append(row)
     batch = train.Batch(rows, "cpu")
     batch.ids = batch.ids.view(-1, longest)
-    batch.positions = batch.positions.view(-1, longest)
+    batch.layout = {"position_ids": batch.layout["position_ids"].view(-1, longest)}
     return batch
 
 
@@ -82,9 +83,9 @@ def rectangle_attention(module, query, key, value, mask, scaling=None, **_):
 
 def rectangle_logprobs(model, batch: train.Batch, temperature: float, vocab_size: int, tp):
     """What train.policy_logprobs does, for a rectangle."""
-    states = model.model(batch.ids, position_ids=batch.positions, use_cache=False).last_hidden_state
+    states = model.model(batch.ids, use_cache=False, **batch.layout).last_hidden_state
     states = states.flatten(0, 1)[batch.source]
-    return train.head_logprobs(states, batch.targets, model.lm_head.weight, temperature, vocab_size, tp)
+    return head_logprobs(states, batch.targets, model.lm_head.weight, temperature, vocab_size, tp)
 
 
 by_length = partial(sorted, key=lambda sample: len(sample.tokens))
