@@ -202,10 +202,9 @@ class ServerEngine:
         self.rank, self.ranks = mesh["tp"].get_local_rank(), mesh["tp"].size()
         self.vocab_size = AutoConfig.from_pretrained(path).vocab_size
         self.reported: set[str] = set()  # servers whose loss was printed
+        # Explicit, because a server may have other defaults.
         self.sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
-        self.sampling["stop_token_ids"] = [
-            tokenizer.eos_token_id
-        ]  # explicit: a server may have other defaults
+        self.sampling["stop_token_ids"] = [tokenizer.eos_token_id]
         urls = parse_urls(config.engine)
         first = dist.get_rank() % len(urls)  # among equally busy servers, each rank prefers another one
         backend = "nccl" if config.device == "cuda" else "gloo"
