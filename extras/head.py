@@ -46,10 +46,11 @@ class HeadLogprobs(torch.autograd.Function):
             top = over_ranks(logits.amax(dim=1), "max")
             exps = logits.sub_(top[:, None]).exp()
             chosen = logits.gather(1, local[i, None])[:, 0] * owned[i]
-            sums = torch.stack([chosen, exps.sum(dim=1), torch.linalg.vecdot(exps, logits)])
+            sums = torch.stack([chosen, exps.sum(dim=1), exps.mul_(logits).sum(dim=1)])
             chosen, total, weighted = over_ranks(sums)
             log_sum = total.log()
             scores.append((chosen - log_sum, log_sum - weighted / total, top + log_sum))
+            del logits, exps  # before the next chunk's are made
         logprobs, entropies, log_sums = map(torch.cat, zip(*scores))
         ctx.save_for_backward(states, head, local, owned, entropies, log_sums)
         return logprobs, entropies
@@ -69,7 +70,7 @@ class HeadLogprobs(torch.autograd.Function):
             states_gradient[i] = gradient @ head
             if learns:
                 head_gradient += gradient.T @ states[i]
-            del logps, gradient  # before the next chunk's are made
+            del logps, gradient
         return states_gradient, head_gradient.to(head.dtype) if learns else None, None, None, None, None
 
 

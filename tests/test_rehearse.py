@@ -20,6 +20,7 @@ SMALL |= {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings":
 QWEN2 = Qwen2Config(**SMALL)
 QWEN3 = Qwen3Config(**SMALL | {"tie_word_embeddings": False, "head_dim": 64})
 WIDE = Qwen3Config(**SMALL | {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64})
+DEEP = Qwen2Config(**SMALL | {"num_hidden_layers": 24, "vocab_size": 4096})
 FLAGS = {"device": "cuda", "dtype": "bfloat16", "engine": "sglang", "tokens_per_micro_batch": 4096}
 
 
@@ -118,6 +119,7 @@ def test_a_wait_for_the_gpu_in_the_loss_is_found(elsewhere):
     [
         (4, QWEN2, {"tp_size": 2}),
         (4, QWEN3, {"tp_size": 2, "dp_replicate": 2}),
+        (4, DEEP, {"dp_replicate": 2, "tokens_per_micro_batch": 1024}),  # most of it are sums over copies
         (2, QWEN3, {"kl_coef": 0.01}),
         (1, QWEN2, {"gradient_checkpointing": False}),
         (64, QWEN3, {}),

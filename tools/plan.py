@@ -275,6 +275,14 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
         "reduce": update
         | {"under way": max(s * (n.root + n.head + n.embedding) + 4 * n.layer, (s + 4) * n.root, reduced)},
     }
+    if config.dp_replicate > 1:  # FSDP keeps what it sums over the copies until the backward pass has ended
+        sums = 4 * (n.layers - 1) * (n.adapter if n.lora else n.layer) / n.shards
+        phases["first layer"] = phases["layers"] | {
+            "gathered": s * (n.root + n.layer + n.adapter),
+            "activations": again + moment,
+            "sums": sums,
+        }
+        phases["reduce"] |= {"sums": sums}
     if n.lora:
         del phases["reduce"]  # the root has no gradients
     for parts in phases.values():

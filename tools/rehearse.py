@@ -291,7 +291,7 @@ def rehearse(config: PlanConfig, model_config) -> dict[str, dict]:
             trainer = make_trainer(on_cpu, mesh, model_config.vocab_size)
             found["build"] = recorder.phase()
             for name in ("first update", "update"):  # Adam's state exists from the second one on
-                with unset_fake_temporarily():
+                with unset_fake_temporarily(), patch.object(trainer, "reference", None):  # it is fake
                     batches = [fake_batch(batch, mode) for batch in trainer.micro_batches(samples)]
                 trainer.move_others(offload.AWAY)
                 trainer.move_actors(offload.AWAY)
