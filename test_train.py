@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import train
+from extras import head
 from tests import parity
 from tests.conftest import (
     COUNTDOWN,
@@ -273,34 +274,39 @@ def test_a_head_is_copied_to_float32_only_for_its_gradient(mesh, monkeypatch):
     assert head.shape in copied
 
 
-def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32(mesh):
+HEADS = pytest.mark.parametrize("head_logprobs", [train.head_logprobs, head.head_logprobs])
+
+
+@HEADS
+def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32(mesh, head_logprobs):
     # Three chunks of 256 tokens add 256, 1/2 and -256 to the gradient of row 0. With the 8 bits of bfloat16
     # 256 + 1/2 would be 256.
     states = torch.tensor([1.0, 2**-9, -1.0]).repeat_interleave(256)[:, None].bfloat16()
-    head = torch.zeros(2**16, 1).bfloat16().requires_grad_()
+    weight = torch.zeros(2**16, 1).bfloat16().requires_grad_()
     targets = torch.zeros(768, dtype=torch.int64)
-    logprobs, _ = train.head_logprobs(states, targets, head, 1.0, 2**16, mesh["tp"])
-    (gradient,) = torch.autograd.grad(logprobs.sum(), head)
+    logprobs, _ = head_logprobs(states, targets, weight, 1.0, 2**16, mesh["tp"])
+    (gradient,) = torch.autograd.grad(logprobs.sum(), weight)
     assert gradient[0].item() == 0.5
 
 
+@HEADS
 @pytest.mark.parametrize(
     "temperature, rows, used, length",
     [(1.0, 64, 64, 7), (0.7, 64, 61, 300), (1.3, 64, 1, 256), (1.0, 2**16, 2**16, 257)],  # of 2 chunks
 )
-def test_head_logprobs_equal_plain_autograd(mesh, temperature, rows, used, length):
+def test_head_logprobs_equal_plain_autograd(mesh, head_logprobs, temperature, rows, used, length):
     generator = torch.Generator().manual_seed(0)
     width = 16 if rows == 64 else 4
     states = torch.randn(length, width, generator=generator).requires_grad_()
-    head = torch.randn(rows, width, generator=generator).requires_grad_()
+    weight = torch.randn(rows, width, generator=generator).requires_grad_()
     targets = torch.randint(0, used, (length,), generator=generator)
     outside = torch.randn(2, length, generator=generator)  # gradients of some loss
-    plain = torch.log_softmax((states @ head.T)[:, :used] / temperature, -1)
+    plain = torch.log_softmax((states @ weight.T)[:, :used] / temperature, -1)
     expected = plain.gather(1, targets[:, None])[:, 0], -(plain.exp() * plain).sum(-1)
-    found = train.head_logprobs(states, targets, head, temperature, used, mesh["tp"])
+    found = head_logprobs(states, targets, weight, temperature, used, mesh["tp"])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    found = torch.autograd.grad((outside * torch.stack(found)).sum(), (states, head))
-    expected = torch.autograd.grad((outside * torch.stack(expected)).sum(), (states, head))
+    found = torch.autograd.grad((outside * torch.stack(found)).sum(), (states, weight))
+    expected = torch.autograd.grad((outside * torch.stack(expected)).sum(), (states, weight))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
