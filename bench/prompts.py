@@ -52,11 +52,11 @@ def make_samples(groups: int, prompt: int, completion: int) -> list[train.Sample
     return samples
 
 
-def measure_case(name: str, actor, rounds: int) -> dict:
-    """A row of the table."""
+def measure_case(name: str, actor, rounds: int) -> list[dict]:
+    """The rows of a case, one for each layout."""
     _, *sizes = CASES[name]
     samples = make_samples(*sizes)
-    row = {"prompt + completion": name}
+    rows = {layout: {"prompt + completion": name, "layout": layout} for layout in LAYOUTS}
     actions = {}
     memory = {}
     norms = {}
@@ -70,17 +70,15 @@ def measure_case(name: str, actor, rounds: int) -> dict:
         actions[layout] = action
         norms[layout] = action()
         memory[layout] = peak(action)
-        row[f"tokens, {layout}"] = sum(batch.ids.numel() for batch in batches)
+        rows[layout]["tokens"] = sum(batch.ids.numel() for batch in batches)
     first = norms["train.py alone"]
     assert all(abs(norm - first) < 0.05 * first for norm in norms.values()), norms
     times = in_turn(actions, rounds)
-    for layout in LAYOUTS:
-        row[f"CPU s, {layout}"] = median(times[layout]["cpu"])
-    for layout in LAYOUTS:
-        row[f"GB, {layout}"] = memory[layout] / 1e9
-    for layout in list(LAYOUTS)[1:]:
-        row[f"faster, {layout}"] = ratio(times["train.py alone"]["cpu"], times[layout]["cpu"])
-    return row
+    for layout, row in rows.items():
+        row["CPU s"] = median(times[layout]["cpu"])
+        row["times as fast"] = ratio(times["train.py alone"]["cpu"], times[layout]["cpu"])
+        row["GB"] = memory[layout] / 1e9
+    return list(rows.values())
 
 
 def measure_head(dtype: torch.dtype, mesh, rounds: int) -> dict:
@@ -130,8 +128,8 @@ def main():
             if shape not in actors:
                 vocab = 151936 if shape == "0.5B" else len(tokenizer)
                 actors = {shape: make_actor(config, mesh, vocab)}  # one at a time: memory
-            rows.append(measure_case(name, actors[shape], flags.rounds))
-            show([rows[-1]])
+            rows += measure_case(name, actors[shape], flags.rounds)
+            show(rows[-len(LAYOUTS) :])
     if rows:
         tables["An update on groups of 8"] = rows
     record(flags.output, tables)

@@ -181,17 +181,17 @@ def summarize():
     parser.add_argument("--summarize", nargs="+", type=Path, required=True, metavar="RUN")
     parser.add_argument("--output", type=Path, default=RECORDS / "real_qwen.json")
     flags = parser.parse_args()
-    tables = {}
+    rows = []
     curves = {}
     for folder in flags.summarize:
         config = json.loads((folder / "config.json").read_text())
         history = history_of(folder)
         task = config.get("task", "GSM8K")
-        tables.setdefault(task, []).append({"run": name_of(config)} | summary(history, COLUMNS))
+        rows.append({"task": task, "run": name_of(config)} | summary(history, COLUMNS))
         curves[f"{task}, {name_of(config)}"] = curve(history, CURVES)
-    for rows in tables.values():
+    if rows:
         show(rows)
-    record(flags.output, tables, curve_columns=CURVES, curves=curves)
+    record(flags.output, {"": rows}, curve_columns=CURVES, curves=curves)
 
 
 if __name__ == "__main__":

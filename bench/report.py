@@ -12,6 +12,7 @@ import json
 import re
 import textwrap
 from pathlib import Path
+from statistics import mode
 
 from matplotlib.figure import Figure
 
@@ -19,14 +20,12 @@ from bench.measure import ASSETS, RECORDS, ROOT
 
 PAGE = ROOT / "docs/results.md"
 PICTURE = ASSETS / "learning.png"
-WIDTH = 125  # columns of text
+WIDTH = 130  # columns of text
 FACTS = {"commit": "commit", "date": "measured on", "machine": "machine:"}
 INTRODUCTION = """
 No GPU has ever run this: every figure is from a CPU. Seconds are those of shared cores, so trust the ratio
-of two figures of one table more than either.
-
-Tables come from `assets/records/`, where the command of a section writes them; `python -m bench.report`
-makes this page of them. Do not edit it.
+of two figures of one table more than either. Tables come from `assets/records/`, where the command of a
+section writes them; `python -m bench.report` makes this page of them. Do not edit it.
 
 The *embedded job* is what `train.py` runs on a machine without a GPU: the tiny Qwen3 of `assets/tiny`
 (656,448 parameters) learns countdown in 30 steps of 32 prompts x 8 completions, with two optimizer steps
@@ -37,11 +36,9 @@ training that are right.
 SECTIONS = {
     "embedded": (
         "The embedded job",
-        "The README's command, and the same with a coin instead of the reward. The model can do arithmetic "
-        "at the start, but stops and answers after a random attempt; it has to learn to stop at a right "
-        "one. With the coin nothing may rise. The settings were chosen on other problems than these 512. It "
-        "is one small task that any working trainer solves: it shows that nothing is broken, not how large "
-        "models fare.",
+        "The README's command, and the same with a coin instead of the reward, where nothing may rise. The "
+        "settings were chosen on other problems than these 512. Any working trainer solves this: it shows "
+        "that nothing is broken, not how large models fare.",
     ),
     "sglang": (
         "With SGLang on the CPU",
@@ -52,9 +49,8 @@ SECTIONS = {
     "algorithms": (
         "Algorithms",
         "The rows of `recipes/algorithms.py`, and the critics of `recipes/ppo.py`, on the embedded job with "
-        "one process. All use the settings found for `grpo`, so the table shows that each of them learns, "
-        "and not which is better: with one seed each, differences of a few hundredths mean nothing. `dapo` "
-        "draws again until groups carry a signal, so it counts fewer of those that are all right as solved.",
+        "one process and the settings found for `grpo`. Each of them learns; with one seed each, it does not "
+        "show which is better. `dapo` draws again until groups carry a signal, and so solves fewer.",
     ),
     "games": (
         "A game of several turns",
@@ -79,10 +75,9 @@ SECTIONS = {
         "Qwen2.5-Coder-0.5B-Instruct on two CPU cores: it reverses four numbers, adds two of three digits "
         "(`python -m bench.real_qwen --model FOLDER --task TASK --dtype bfloat16 --gradient_checkpointing "
         "False --tokens_per_micro_batch 4096`), and does GSM8K (`recipes/gsm8k.py --protocol tapeagents`, 4 "
-        "prompts per step). The 64 held-out rows (128 of GSM8K) are never trained on; their standard error "
-        "is about .05 (.04). The first steps take about a minute, later ones less, as fewer groups carry a "
-        "signal. Addition is near the limit of this model, and two hours of GSM8K taught nothing that its "
-        "test problems show. No real model was trained to a published score: that requires GPUs.",
+        "prompts per step). The standard error of the 64 held-out rows (128 of GSM8K) is about .05 (.04). "
+        "Addition is near the limit of this model, and two hours of GSM8K taught nothing that its test "
+        "problems show. No real model was trained to a published score: that requires GPUs.",
     ),
 }
 
@@ -106,18 +101,21 @@ def number(value) -> str:
     return f"{rounded:,.0f}" if abs(rounded) >= 1000 else f"{rounded:.3g}"
 
 
-def markdown(rows: list[dict]) -> str:
-    """Rows as a table, numbers at the right."""
+def markdown(title: str, rows: list[dict]) -> str:
+    """Rows as a table, numbers at the right; a title stands in the first column's head."""
+    names = list(rows[0])
+    names[0] = f"**{title}**: {names[0]}" if title else names[0]
     sides = ["---" if isinstance(value, str) else "---:" for value in rows[0].values()]
-    lines = [list(rows[0]), sides] + [[number(value) for value in row.values()] for row in rows]
+    lines = [names, sides] + [[number(value) for value in row.values()] for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def docstring_of(command: str) -> str:
-    """What a benchmark says of itself, without its command."""
+def summary_of(command: str) -> str:
+    """The first sentence of what a benchmark says of itself, and where the rest is."""
     module = re.search(r"-m bench\.(\w+)", command)[1]
     text = ast.get_docstring(ast.parse((ROOT / f"bench/{module}.py").read_text()))
-    return "\n\n".join(part for part in text.split("\n\n") if not part.startswith("    "))
+    first = text.split("\n\n")[0]
+    return f"{' '.join(first.split())} How, says [the command](../bench/{module}.py)."
 
 
 def facts_of(record: dict, names) -> str:
@@ -125,32 +123,28 @@ def facts_of(record: dict, names) -> str:
     return ", ".join(f"{FACTS[name]} {record[name]}" for name in FACTS if name in names)
 
 
-def section(name: str, record: dict | None, own: set[str]) -> str:
-    """Heading, text and tables of a record; `own` are the facts in which records differ."""
-    if record is None:
-        heading, text = SECTIONS[name]
-        return f"## {heading}\n\n{wrap(text)}\n\nNot recorded yet."
+def section(name: str, record: dict, usual: dict) -> str:
+    """Heading, text and tables of a record, with the facts in which it differs from most."""
     heading, text = SECTIONS.get(name) or (
         name.replace("_", " ").capitalize(),
-        docstring_of(record["command"]),
+        summary_of(record["command"]),
     )
-    parts = [f"## {heading}", wrap(text), f"`{record['command']}`"]
-    if own:
-        parts[-1] += f" ({facts_of(record, own)})"
-    for title, rows in record["tables"].items():
-        parts.append(f"**{title}**\n\n{markdown(rows)}" if title else markdown(rows))
+    own = {name for name in FACTS if record[name] != usual[name]}
+    command = f"`{record['command']}`" + (f" ({facts_of(record, own)})" if own else "")
+    parts = [f"## {heading}\n{wrap(text)}\n{command}"]
+    parts += [markdown(title, rows) for title, rows in record["tables"].items()]
     return "\n\n".join(parts)
 
 
 def render(folder: Path = RECORDS) -> str:
     """The page."""
     records = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
-    shared = {name for name in FACTS if len({record[name] for record in records.values()}) == 1}
-    parts = ["# Results", wrap(INTRODUCTION)]
-    if shared:
-        parts.append(wrap(f"All records: {facts_of(next(iter(records.values())), shared)}."))
+    usual = {name: mode(record[name] for record in records.values()) for name in FACTS}
+    facts = f"Unless a section says otherwise: {facts_of(usual, FACTS)}."
+    parts = ["# Results", wrap(f"{INTRODUCTION.rstrip()}\n{facts}")]
     for name in dict.fromkeys([*SECTIONS, *records]):
-        parts.append(section(name, records.get(name), set(FACTS) - shared))
+        if name in records:
+            parts.append(section(name, records[name], usual))
     return "\n\n".join(parts) + "\n"
 
 

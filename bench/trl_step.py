@@ -220,8 +220,8 @@ def main():
     seconds, positions = rows_of(sides, times)
     show(seconds)
     show(positions)
-    tables = {"CPU seconds of a step, by part": seconds, "Positions that went through the model": positions}
-    record(flags.output, tables, trl=trl.__version__, times=times)
+    tables = {"CPU seconds of a step, by part": seconds}
+    record(flags.output, tables, positions=positions, trl=trl.__version__, times=times)
 
 
 if __name__ == "__main__":
