@@ -115,7 +115,7 @@ def summary_of(command: str) -> str:
     module = re.search(r"-m bench\.(\w+)", command)[1]
     text = ast.get_docstring(ast.parse((ROOT / f"bench/{module}.py").read_text()))
     first = text.split("\n\n")[0]
-    return f"{' '.join(first.split())} How, says [the command](../bench/{module}.py)."
+    return f"{' '.join(first.split())} Details: [bench/{module}.py](../bench/{module}.py)."
 
 
 def facts_of(record: dict, names) -> str:
