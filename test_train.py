@@ -225,18 +225,20 @@ def sizes(packs: list) -> list[list[int]]:
 
 def test_pack_by_hand():
     # Longest first, to the emptiest: 9 | 7 -> 9 | 7 5 -> 9 4 | 7 5 -> 9 4 | 7 5 3; all within 15.
-    assert sizes(train.pack(of_length(3, 9, 5, 7, 4), 15, 2)) == [[9, 4], [7, 5, 3]]
-    assert sizes(train.pack(of_length(20, 5, 5), 12, 2)) == [[20], [5, 5]]  # one may be over the budget
-    assert sizes(train.pack(of_length(6, 6), 12, 1)) == [[6, 6]]  # the budget itself is within it
-    assert sizes(train.pack(of_length(6, 7), 12, 1)) == [[7], [6]]
-    assert sizes(train.pack(of_length(5), 10, 3)) == [[5], [], []] and train.pack([], 10, 1) == [[]]
+    assert sizes(train.Batch.pack(of_length(3, 9, 5, 7, 4), 15, 2)) == [[9, 4], [7, 5, 3]]
+    assert sizes(train.Batch.pack(of_length(20, 5, 5), 12, 2)) == [[20], [5, 5]]  # one may be over the budget
+    assert sizes(train.Batch.pack(of_length(6, 6), 12, 1)) == [[6, 6]]  # the budget itself is within it
+    assert sizes(train.Batch.pack(of_length(6, 7), 12, 1)) == [[7], [6]]
+    assert sizes(train.Batch.pack(of_length(5), 10, 3)) == [[5], [], []] and train.Batch.pack([], 10, 1) == [
+        []
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_pack_loses_nothing_and_keeps_the_budget(count):
     lengths = np.random.default_rng(0).lognormal(4, 0.9, 300).astype(int).clip(1, 900)
     samples = of_length(*lengths)
-    packs = train.pack(samples, 4096, count)
+    packs = train.Batch.pack(samples, 4096, count)
     assert sorted(id(s) for part in packs for s in part) == sorted(map(id, samples))
     assert max(map(sum, sizes(packs))) <= 4096
     assert len(packs) == max(count, math.ceil(lengths.sum() / 4096))  # no more than the tokens need

@@ -257,8 +257,8 @@ class Batch:
         self.ids = tensor(tokens["id"].astype(np.int64)[None])  # [1, T]
         positions = np.concatenate([np.arange(len(part)) for part in parts])
         bounds = tensor(np.cumsum([0, *map(len, parts)], dtype=np.int32))  # [samples + 1], where each begins
-        self.layout = {"position_ids": tensor(positions[None]), "bounds": bounds, "key_bounds": bounds}
-        self.layout |= {"keys": slice(None), "longest": max(map(len, parts))}
+        self.layout = {"position_ids": tensor(positions[None]), "longest": max(map(len, parts))}
+        self.layout |= {"bounds": bounds, "key_bounds": bounds, "keys": slice(None)}
         self.source = tensor(trained - 1)  # [N], the tokens before the targets, which predict them
         self.targets = tensor(tokens["id"][trained].astype(np.int64))  # [N]
         self.advantages = tensor(tokens["advantage"][trained])  # [N]
@@ -266,19 +266,19 @@ class Batch:
         self.engine_logprobs = tensor(tokens["logprob"][trained])  # [N]
         self.old_logprobs = None  # [N], of the actor before the first update of the step
 
-
-def pack(samples: list[Sample], budget: int, least: int) -> list[list[Sample]]:
-    """At least `least` micro-batches, each of at most `budget` tokens or of one longer sample."""
-    # The longest goes first, always into the emptiest (Graham 1969, doi:10.1137/0117039).
-    for number in count(least):
-        packs = [[] for _ in range(number)]
-        sizes = np.zeros(number, int)
-        for sample in sorted(samples, key=lambda sample: len(sample.tokens), reverse=True):
-            emptiest = sizes.argmin()
-            packs[emptiest].append(sample)
-            sizes[emptiest] += len(sample.tokens)
-        if all(size <= budget or len(part) == 1 for size, part in zip(sizes, packs)):
-            return packs
+    @staticmethod
+    def pack(samples: list[Sample], budget: int, least: int) -> list[list[Sample]]:
+        """At least `least` micro-batches, each of at most `budget` tokens or of one longer sample."""
+        # The longest goes first, always into the emptiest (Graham 1969, doi:10.1137/0117039).
+        for number in count(least):
+            packs = [[] for _ in range(number)]
+            sizes = np.zeros(number, int)
+            for sample in sorted(samples, key=lambda sample: len(sample.tokens), reverse=True):
+                emptiest = sizes.argmin()
+                packs[emptiest].append(sample)
+                sizes[emptiest] += len(sample.tokens)
+            if all(size <= budget or len(part) == 1 for size, part in zip(sizes, packs)):
+                return packs
 
 
 # ====================== Part II: the machine. 6. Processes ============================
@@ -307,13 +307,6 @@ def parse_flags(config_class, arguments: list[str], parser_class=HfArgumentParse
     return config_class(**vars(values))
 
 
-def load_extra(name: str, flag: str):
-    """The module extras/NAME.py, which a flag requires. Raises UserError if it is missing."""
-    if not (Path(__file__).parent / f"extras/{name}.py").exists():
-        raise UserError(f"{flag} requires extras/{name}.py beside train.py")
-    return importlib.import_module(f"extras.{name}")
-
-
 def init_distributed(config: Config) -> dict[str, DeviceMesh]:
     """Starts torch.distributed. Meshes: "dp" splits prompts, "fsdp" shards, "tp" splits layers."""
     if config.engine == "sglang":  # its memory saver cannot work with expandable segments
@@ -324,8 +317,10 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         torch.cuda.set_device(LOCAL_RANK)
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # both as SGLang sets them
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    options = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, **options)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # without torchrun
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     copies = config.dp_replicate
     shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
     mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
@@ -345,12 +340,14 @@ def reduce_over(mesh: DeviceMesh, values: list[float], op=dist.ReduceOp.SUM) -> 
 def packed_attention(module, query, key, value, mask, scaling, bounds, keys, key_bounds, longest, **kwargs):
     """Causal attention of each sample's tokens to its keys: [1, heads, T, width] -> [1, T, heads, width]."""
     shared = {"scale": scaling, "enable_gqa": True}
-    key, value = key[:, :, keys], value[:, :, keys]
+    key = key[:, :, keys]
+    value = value[:, :, keys]
     if query.is_cuda and query.dtype != torch.float32:  # a single kernel, for 16-bit types only
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         shared["window_size"] = (-1, 0)  # causal: the last query of a sample sees its last key
         return varlen_attn(q, k, v, bounds, key_bounds, longest, longest, **shared)[None], None
-    lengths, key_lengths = bounds.diff().tolist(), key_bounds.diff().tolist()
+    lengths = bounds.diff().tolist()
+    key_lengths = key_bounds.diff().tolist()
     outputs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2)):
         causal = causal_lower_right(q.shape[2], k.shape[2])
@@ -403,10 +400,9 @@ def shard(model, mesh: dict[str, DeviceMesh], config: Config):
         fully_shard(unit, mesh=mesh["fsdp"], mp_policy=precision)
         unit.set_gradient_divide_factor(1.0)  # a sum: the loss divides by global counts
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    buffers = dict(model.named_buffers())
+    rotary = deepcopy(model.model.rotary_emb)
     model.to_empty(device=config.device)
-    for name, value in buffers.items():  # to_empty has wiped the rotary tables
-        model.get_buffer(name).copy_(value)
+    model.model.rotary_emb = rotary.to(config.device)  # to_empty has wiped its tables
     return model
 
 
@@ -543,7 +539,7 @@ class SGLangEngine:
     def __init__(self, path: str, tokenizer, mesh: dict[str, DeviceMesh], config: Config):
         self.config = config
         self.group = mesh["tp"].get_group()
-        self.vocab_size = AutoConfig.from_pretrained(path).vocab_size
+        self.vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
         self.eos_token_id = tokenizer.eos_token_id
         self.version = 0  # pushes so far
         self.awake = True  # until sleep has released SGLang's memory
@@ -660,15 +656,15 @@ def shuffled(rows: int, seed: int):
 class Trainer:
     """Sample, compare, learn, publish. A recipe may subclass it."""
 
-    batch_class, packer = Batch, staticmethod(pack)  # extras/shared_prompts.py
+    batch_class = Batch  # extras/shared_prompts.py
     parser_class = HfArgumentParser  # extras/help.py, extras/checks.py
-    sglang_class = SGLangEngine  # extras/watchdog.py
     max_failures = 0.1  # share of failed samples above which a run ends; extras/checks.py
-    is_resumed = multi_turn = has_failed = False  # extras/checkpoint.py, extras/turns.py, episode
+    is_resumed = False  # extras/checkpoint.py
+    has_failed = False  # whether any sample has
     trains_all = False  # whether samples without an advantage have a gradient, too
 
     def __init__(self, config: Config, dataset_class, reward_fn, env_step=None):
-        if env_step and not self.multi_turn:
+        if env_step and type(self).play is Trainer.play:
             raise UserError("env_step requires extras/turns.py and __init__.py")
         self.config = config
         self.reward_fn = reward_fn
@@ -679,17 +675,23 @@ class Trainer:
         is_local = Path(config.model).is_dir()
         self.path = config.model if is_local else snapshot_download(config.model, allow_patterns=FILES)
         self.tokenizer = AutoTokenizer.from_pretrained(self.path)
-        context = AutoConfig.from_pretrained(self.path).max_position_embeddings
+        context = AutoConfig.from_pretrained(self.path).get_text_config().max_position_embeddings
         self.prompt_limit = context - config.max_new_tokens
-        name = "local_engine" if config.engine == "local" else "servers"
-        engine_class = self.sglang_class if config.engine == "sglang" else load_extra(name, "--engine").Engine
-        self.engine = engine_class(self.path, self.tokenizer, self.mesh, config)
+        self.engine = self.make_engine()
         self.actor = Actor(self.load_policy(), self.mesh, config)
         self.first_step = self.prompts_drawn = 0  # step 0 only evaluates
         self.prompts = shuffled(len(self.data), config.seed)
         self.folder = Path(config.output_dir or time.strftime(FOLDER))
         if RANK == 0:
             self.open_log()
+
+    def make_engine(self):
+        """What --engine names: SGLang, or an engine of extras/."""
+        if self.config.engine == "sglang":
+            return SGLangEngine(self.path, self.tokenizer, self.mesh, self.config)
+        name = {"local": "local_engine"}.get(self.config.engine, "servers")
+        extra = importlib.import_module(f"extras.{name}")
+        return extra.Engine(self.path, self.tokenizer, self.mesh, self.config)
 
     def load_policy(self):
         """The initial policy, for the actor and the reference; a recipe may add to it."""
@@ -717,10 +719,9 @@ class Trainer:
 
     def rollout(self) -> list[Sample]:
         """Samples a group for each prompt of this rank, which also trains on them."""
-        prompts = list(islice(self.prompts, self.config.prompts_per_step))
-        self.prompts_drawn += len(prompts)
-        own = self.own_prompts(prompts)
-        return self.sample(self.data, own, self.config.group_size, self.config.temperature)
+        prompts = self.own_prompts(list(islice(self.prompts, self.config.prompts_per_step)))
+        self.prompts_drawn += self.config.prompts_per_step
+        return self.sample(self.data, prompts, self.config.group_size, self.config.temperature)
 
     def own_prompts(self, prompts: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """This rank's part of prompts (number, row)."""
@@ -809,13 +810,12 @@ class Trainer:
 
     def micro_batches(self, samples: list[Sample]) -> list[Batch]:
         """This rank's micro-batches. Samples without an advantage count in B, but are left out."""
-        budget = self.config.tokens_per_micro_batch
         set_weights(samples, reduce_over(self.mesh["dp"], [len(samples)])[0])
         useful = [sample for sample in samples if self.trains_all or sample.tokens["advantage"].any()]
+        pack = functools.partial(self.batch_class.pack, useful, self.config.tokens_per_micro_batch)
         # FSDP's collectives would hang if a rank ran fewer forward passes than the others.
-        (least,) = reduce_over(self.mesh["dp"], [len(self.packer(useful, budget, 1))], dist.ReduceOp.MAX)
-        packs = self.packer(useful, budget, int(least))
-        return [self.batch_class(part, self.config.device) for part in packs]
+        (least,) = reduce_over(self.mesh["dp"], [len(pack(1))], dist.ReduceOp.MAX)
+        return [self.batch_class(part, self.config.device) for part in pack(int(least))]
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, dict]:
         """The loss of a micro-batch, and statistics [N] to log."""

@@ -30,7 +30,7 @@ import extras
 import train
 from bench.measure import embedded_flags, options, record, show
 from extras.balance import moves
-from extras.shared_prompts import by_prompt, pack_groups, size
+from extras.shared_prompts import SharedBatch, by_prompt, size
 
 GROUP = 8
 PROMPT_LENGTH, MEDIAN, LONGEST = 300, 600, 4096  # tokens of a prompt; of completions
@@ -197,9 +197,9 @@ def balanced(ranks: list[list], shared: int) -> list[list]:
 
 def time_and_wait(ranks: list[list], shares_prompts: bool) -> tuple[float, float]:
     """Time of an update in tokens of the fullest ranks; the share of it that the average rank waits."""
-    pack, count = (pack_groups, tokens_of) if shares_prompts else (train.pack, plain_tokens_of)
-    passes = max(len(pack(samples, BUDGET, 1)) for samples in ranks)
-    packs = [pack(samples, BUDGET, passes) for samples in ranks]
+    layout, count = (SharedBatch, tokens_of) if shares_prompts else (train.Batch, plain_tokens_of)
+    passes = max(len(layout.pack(samples, BUDGET, 1)) for samples in ranks)
+    packs = [layout.pack(samples, BUDGET, passes) for samples in ranks]
     passes = max(map(len, packs))
     tokens = np.zeros((len(ranks), passes))
     for rank, parts in enumerate(packs):

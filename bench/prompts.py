@@ -20,7 +20,7 @@ import train
 from bench.measure import ASSETS, embedded_flags, in_turn, options, ratio, record, show
 from bench.memory import make_actor, make_model, peak, shape_config, update
 from extras import add_flags, head
-from extras.shared_prompts import SharedBatch, pack_groups
+from extras.shared_prompts import SharedBatch
 
 GROUP = 8
 CASES = {  # name: (shape, groups, tokens of the prompt, of each completion)
@@ -29,10 +29,10 @@ CASES = {  # name: (shape, groups, tokens of the prompt, of each completion)
     "0.5B, 150 + 250": ("0.5B", 1, 150, 250),
     "0.5B, 1000 + 100": ("0.5B", 1, 1000, 100),
 }
-LAYOUTS = {  # name: (micro-batch, packing, head)
-    "train.py alone": (train.Batch, train.pack, train.head_logprobs),
-    "head": (train.Batch, train.pack, head.head_logprobs),
-    "head and shared prompts": (SharedBatch, pack_groups, head.head_logprobs),
+LAYOUTS = {  # name: (micro-batch, head)
+    "train.py alone": (train.Batch, train.head_logprobs),
+    "head": (train.Batch, head.head_logprobs),
+    "head and shared prompts": (SharedBatch, head.head_logprobs),
 }
 
 
@@ -60,8 +60,8 @@ def measure_case(name: str, actor, rounds: int) -> list[dict]:
     actions = {}
     memory = {}
     norms = {}
-    for layout, (batch_class, pack, score) in LAYOUTS.items():
-        batches = [batch_class(part, "cpu") for part in pack(samples, 2**20, 1)]
+    for layout, (batch_class, score) in LAYOUTS.items():
+        batches = [batch_class(part, "cpu") for part in batch_class.pack(samples, 2**20, 1)]
 
         def action(batches=batches, score=score):
             actor.model.head_logprobs = score

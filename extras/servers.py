@@ -24,9 +24,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 from transformers import AutoConfig
 
-from train import UserError, load_extra
-
-watchdog = load_extra("watchdog", "--engine http")
+from extras import watchdog
+from train import UserError
 
 MAX_FAILURES = 3  # broken responses to one request before its server is given up
 RETRY_SECONDS = 1.0

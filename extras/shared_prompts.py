@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from train import Batch, Sample, flag, pack
+from train import Batch, Sample, flag
 
 
 @dataclass
@@ -45,19 +45,6 @@ def by_prompt(samples: list[Sample]) -> list[list[Sample]]:
         prompt = sample.tokens["id"][: prompt_length(sample)]
         groups.setdefault(prompt.tobytes(), []).append(sample)
     return list(groups.values())
-
-
-def pack_groups(samples: list[Sample], budget: int, least: int) -> list[list[Sample]]:
-    """train.pack, with groups in one piece, or in as few as fit into the budget."""
-    parts = []
-    for group in by_prompt(samples):
-        for number in count(1):
-            split = [group[i::number] for i in range(number)]
-            if size(split[0]) <= budget or number == len(group):
-                break
-        parts += [SimpleNamespace(tokens=range(size(part)), samples=part) for part in split]
-    packs = pack(parts, budget, least)
-    return [[sample for part in parts for sample in part.samples] for parts in packs]
 
 
 class SharedBatch(Batch):
@@ -93,6 +80,19 @@ class SharedBatch(Batch):
         arrays["key_bounds"] = np.cumsum([0, *key_lengths], dtype=np.int32)
         self.layout |= {name: torch.tensor(array, device=device) for name, array in arrays.items()}
 
+    @staticmethod
+    def pack(samples: list[Sample], budget: int, least: int) -> list[list[Sample]]:
+        """Batch.pack, with groups in one piece, or in as few as fit into the budget."""
+        parts = []
+        for group in by_prompt(samples):
+            for number in count(1):
+                split = [group[i::number] for i in range(number)]
+                if size(split[0]) <= budget or number == len(group):
+                    break
+            parts += [SimpleNamespace(tokens=range(size(part)), samples=part) for part in split]
+        packs = Batch.pack(parts, budget, least)
+        return [[sample for part in parts for sample in part.samples] for parts in packs]
+
 
 def extend(trainer_class: type) -> type:
     """A trainer whose micro-batches share prompts."""
@@ -100,7 +100,7 @@ def extend(trainer_class: type) -> type:
     class SharingTrainer(trainer_class):
         def __init__(self, config, *arguments):
             if config.share_prompts:
-                self.batch_class, self.packer = SharedBatch, pack_groups
+                self.batch_class = SharedBatch
             super().__init__(config, *arguments)
 
         def shared_tokens(self, sample: Sample) -> int:

@@ -23,8 +23,6 @@ def extend(trainer_class: type) -> type:
     """A trainer with these episodes."""
 
     class TurnsTrainer(trainer_class):
-        multi_turn = True
-
         def __init__(self, config, *arguments):
             super().__init__(config, *arguments)
             if config.max_turns > 1 and not self.env_step:

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from train import flag
+from train import SGLangEngine, flag
 
 START_SECONDS = 900.0  # least time for SGLang to load a model and compile its kernels
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -187,10 +187,13 @@ def extend(trainer_class: type) -> type:
     """A trainer in which a colocated SGLang is watched."""
 
     class WatchedTrainer(trainer_class):
-        sglang_class = watch(trainer_class.sglang_class)
-
         def __init__(self, config, *arguments):
             super().__init__(config, *arguments)
             set_timeouts(3 * config.engine_timeout)
+
+        def make_engine(self):
+            if self.config.engine != "sglang":
+                return super().make_engine()
+            return watch(SGLangEngine)(self.path, self.tokenizer, self.mesh, self.config)
 
     return WatchedTrainer

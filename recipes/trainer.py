@@ -6,6 +6,7 @@ ranks, so results do not depend on the number of ranks.
 
 import math
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import torch
@@ -133,10 +134,9 @@ class AlgorithmTrainer(Trainer):
 
     def pack(self, samples: list[Sample]) -> list:
         """Micro-batches of this rank's samples, as many as on every rank."""
-        budget = self.config.tokens_per_micro_batch
-        (count,) = reduce_over(self.mesh["dp"], [len(self.packer(samples, budget, 1))], dist.ReduceOp.MAX)
-        packs = self.packer(samples, budget, int(count))
-        batches = [self.batch_class(part, self.config.device) for part in packs]
+        pack = partial(self.batch_class.pack, samples, self.config.tokens_per_micro_batch)
+        (least,) = reduce_over(self.mesh["dp"], [len(pack(1))], dist.ReduceOp.MAX)
+        batches = [self.batch_class(part, self.config.device) for part in pack(int(least))]
         for batch in batches:
             filler = torch.zeros_like(batch.source)
             owners, steps = formulas.number_units(batch.samples) if batch.samples else (filler, filler)

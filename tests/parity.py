@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import extras.local_engine  # noqa: F401 (once, before the fork)
 import train
 from extras import balance, dither, head, shared_prompts
-from extras.shared_prompts import SharedBatch, pack_groups
+from extras.shared_prompts import SharedBatch
 from recipes import lora
 from tests.conftest import (
     FORMS,
@@ -97,7 +97,7 @@ def compare_gradients(all_cases: dict, inputs: Path, outputs: Path):
             for loss in losses_of(case, all_cases):
                 config = Config(**flags | LOSSES[loss], token_groups=0)
                 if recompute:  # as a run has it: shared prompts, the other head, moves between ranks
-                    layout = {"batch_class": SharedBatch, "packer": pack_groups}
+                    layout = {"batch_class": SharedBatch}
                     trainer = make_trainer(config, mesh, RunTrainer, **layout)
                 else:
                     trainer = make_trainer(config, mesh)
@@ -129,7 +129,7 @@ def compare_adapters(inputs: Path, outputs: Path):
             flags = COMMON | {"model": str(inputs / name), "tp_size": tp, "tokens_per_micro_batch": 60}
             config = lora.LoRAConfig(**flags, lora_rank=4, lora_alpha=6)
             mesh = train.init_distributed(config)
-            layout = {"batch_class": SharedBatch, "packer": pack_groups} if tp == 2 else {}
+            layout = {"batch_class": SharedBatch} if tp == 2 else {}
             trainer = make_trainer(config, mesh, head.extend(lora.LoRATrainer), lora.LoRAActor, **layout)
             for weight in trainer.actor.parameters.values():  # at the start B is 0, and so A's gradient
                 generator = torch.Generator().manual_seed(1)

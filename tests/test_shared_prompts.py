@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import train
 from extras import head, shared_prompts
-from extras.shared_prompts import SharedBatch, pack_groups
+from extras.shared_prompts import SharedBatch
 from recipes.critic import load_critic
 from tests.conftest import FORMS, VOCAB, Config, plain_logprobs, random_model
 from train import Batch, Sample
@@ -63,11 +63,11 @@ def test_groups_stay_whole_or_in_few_pieces():
 
     group = [sample_of([1] * 10, [2] * n) for n in (3, 1, 2)]  # 10 + 6 tokens
     others = [sample_of([3] * 4, [2] * n) for n in (5, 6)]  # 4 + 11
-    assert sizes(pack_groups(group + others, 16, 1)) == [[13, 12, 11], [10, 9]]
-    assert sizes(pack_groups(group + others, 31, 1)) == [[13, 12, 11, 10, 9]]
-    assert sizes(pack_groups(group, 15, 1)) == [[13, 11], [12]]  # 10 + 3 + 1, 10 + 2
-    assert sizes(pack_groups(group, 12, 1)) == [[13], [12], [11]]
-    assert sizes(pack_groups(group, 16, 2)) == [[13, 12, 11], []] and pack_groups([], 9, 1) == [[]]
+    assert sizes(SharedBatch.pack(group + others, 16, 1)) == [[13, 12, 11], [10, 9]]
+    assert sizes(SharedBatch.pack(group + others, 31, 1)) == [[13, 12, 11, 10, 9]]
+    assert sizes(SharedBatch.pack(group, 15, 1)) == [[13, 11], [12]]  # 10 + 3 + 1, 10 + 2
+    assert sizes(SharedBatch.pack(group, 12, 1)) == [[13], [12], [11]]
+    assert sizes(SharedBatch.pack(group, 16, 2)) == [[13, 12, 11], []] and SharedBatch.pack([], 9, 1) == [[]]
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -78,14 +78,11 @@ def test_shared_equal_plain_log_probs_and_gradients(mesh, tmp_path, name, budget
     policy = train.load_policy(str(folder), mesh, Config(temperature=0.6, device="cpu"), VOCAB)
     model = AutoModelForCausalLM.from_pretrained(folder)
     found = []
-    for batch_class, pack, score in (
-        (Batch, train.pack, train.head_logprobs),
-        (SharedBatch, pack_groups, head.head_logprobs),
-    ):
+    for batch_class, score in ((Batch, train.head_logprobs), (SharedBatch, head.head_logprobs)):
         policy.head_logprobs = score
         policy.zero_grad()
         logprobs = {}
-        for part in pack(deepcopy(grouped_samples()), budget, 1):
+        for part in batch_class.pack(deepcopy(grouped_samples()), budget, 1):
             batch = batch_class(part, "cpu")
             values, entropy = policy.logprobs(batch)
             (batch.weights * (batch.advantages * values + 0.1 * entropy)).sum().backward()
@@ -114,7 +111,7 @@ def test_a_critic_sees_the_same_states(mesh, tmp_path):
 
 def test_the_flag_chooses_the_layout():
     class Core:
-        batch_class, packer = Batch, staticmethod(train.pack)
+        batch_class = Batch
 
         def __init__(self, config):
             self.config = config
@@ -122,6 +119,6 @@ def test_the_flag_chooses_the_layout():
     sharing = shared_prompts.extend(Core)
     sample = grouped_samples()[0]
     on, off = (sharing(Config(share_prompts=value)) for value in (True, False))
-    assert (on.batch_class, on.packer, on.shared_tokens(sample)) == (SharedBatch, pack_groups, 6)
-    assert (off.batch_class, off.packer, off.shared_tokens(sample)) == (Batch, train.pack, 0)
+    assert (on.batch_class, on.shared_tokens(sample)) == (SharedBatch, 6)
+    assert (off.batch_class, off.shared_tokens(sample)) == (Batch, 0)
     assert SharedBatch([], "cpu").targets.tolist() == Batch([], "cpu").targets.tolist()  # a filler

@@ -19,6 +19,7 @@ import torch
 
 import train
 from extras import watchdog
+from extras.local_engine import LocalEngine
 from extras.sglang_cpu import ARGUMENTS
 from extras.watchdog import Patience, extend, limit, watch
 from tests import fake_sglang
@@ -158,10 +159,12 @@ def test_the_start_has_at_least_900_seconds_and_only_one_rank_waits(ended, monke
     assert len(limits) == 1
 
 
-def test_the_trainer_has_a_watched_engine_and_all_groups_its_timeout(whole, mesh):
-    watched = extend(train.Trainer)
-    assert issubclass(watched.sglang_class, train.SGLangEngine) and "limit" in vars(watched.sglang_class)
-    whole(trainer_class=watched, engine_timeout=1440)
+def test_the_trainer_has_a_watched_engine_and_all_groups_its_timeout(ended, whole, mesh):
+    trainer = whole(trainer_class=extend(train.Trainer), engine_timeout=1440)
+    assert isinstance(trainer.engine, LocalEngine)
+    trainer.config.engine = "sglang"
+    engine = trainer.make_engine()
+    assert isinstance(engine, train.SGLangEngine) and "limit" in vars(type(engine))
     for one in mesh.values():
         backend = one.get_group()._get_backend(torch.device("cpu"))
         assert backend.options._timeout.total_seconds() == 4320

@@ -44,7 +44,7 @@ from torch.utils.flop_counter import flop_registry
 import train
 from extras import head, offload, variants
 from extras.compile import compile_layers
-from extras.shared_prompts import SharedBatch, pack_groups
+from extras.shared_prompts import SharedBatch
 from recipes import lora
 from tools import plan
 from tools.plan import PlanConfig
@@ -253,7 +253,7 @@ def make_trainer(config: PlanConfig, mesh, vocab_size: int) -> Trainer:
     engine = SimpleNamespace(vocab_size=vocab_size)
     vars(trainer).update(config=config, mesh=mesh, path=config.model, engine=engine)
     if config.share_prompts:
-        vars(trainer).update(batch_class=SharedBatch, packer=pack_groups)
+        trainer.batch_class = SharedBatch
     trainer.actor = actor_class(trainer.load_policy(), mesh, config)
     trainer.reference = trainer.load_policy() if config.kl_coef else None
     return trainer
