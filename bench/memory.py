@@ -90,8 +90,8 @@ def make_actor(config: train.Config, mesh, vocab_size: int) -> Actor:
     return Actor(model, mesh, config)
 
 
-def update(actor: Actor, batches: list[Batch]) -> float:
-    """One optimizer step of an actor. Returns the gradient's norm."""
+def backward(actor: Actor, batches: list[Batch]):
+    """Adds up the gradients of an actor."""
 
     def loss(batch):
         logprobs, entropy = actor.model.logprobs(batch)
@@ -101,6 +101,11 @@ def update(actor: Actor, batches: list[Batch]) -> float:
         return result
 
     actor.backward(batches, loss)
+
+
+def update(actor: Actor, batches: list[Batch]) -> float:
+    """One optimizer step of an actor. Returns the gradient's norm."""
+    backward(actor, batches)
     return actor.optimizer_step()
 
 

@@ -2,11 +2,11 @@
 
     python -m bench.prompts [--rounds 5] [--cases "tiny,head,60 + 16"] [--output assets/records/prompts.json]
 
-One prompt's group of 8 completions, all trained, on a model with random weights in the shape of Qwen2.5-0.5B
-in bfloat16, and on the embedded model with 8 such groups. Compared are train.py alone (the layout of a sample
-after the other, and train.head_logprobs), the same with extras/head.py, and with extras/shared_prompts.py as
-well: what a run uses. Seconds are of a whole update with Adam, in one thread; "head" is log-probs and their
-gradients for 1,024 tokens without the layers. Bytes are the tensors that an update makes, at their peak.
+A few prompts' groups of 8 completions, all trained, on a model with random weights in the shape of
+Qwen2.5-0.5B in bfloat16, and on the embedded model. Compared are train.py alone (the layout of a sample after
+the other, and train.head_logprobs), the same with extras/head.py, and with extras/shared_prompts.py as well:
+what a run uses. Seconds are of all gradients, in one thread, without Adam, which no layout changes; "head" is
+log-probs and their gradients for 1,024 tokens without the layers. Bytes are the tensors made, at their peak.
 """
 
 import tempfile
@@ -14,18 +14,19 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch.nn.utils import clip_grad_norm_
 from transformers import AutoTokenizer
 
 import train
 from bench.measure import ASSETS, embedded_flags, in_turn, options, ratio, record, show
-from bench.memory import make_actor, make_model, peak, shape_config, update
+from bench.memory import backward, make_actor, make_model, peak, shape_config
 from extras import add_flags, head
 from extras.shared_prompts import SharedBatch
 
 GROUP = 8
 CASES = {  # name: (shape, groups, tokens of the prompt, of each completion)
     "tiny, 15 + 36": ("tiny", 8, 15, 36),
-    "0.5B, 60 + 16": ("0.5B", 1, 60, 16),
+    "0.5B, 60 + 16": ("0.5B", 3, 60, 16),
     "0.5B, 150 + 250": ("0.5B", 1, 150, 250),
     "0.5B, 1000 + 100": ("0.5B", 1, 1000, 100),
 }
@@ -65,7 +66,10 @@ def measure_case(name: str, actor, rounds: int) -> list[dict]:
 
         def action(batches=batches, score=score):
             actor.model.head_logprobs = score
-            return update(actor, batches)
+            backward(actor, batches)
+            norm = clip_grad_norm_(actor.parameters.values(), 1.0).full_tensor().item()
+            actor.optimizer.zero_grad()
+            return norm
 
         actions[layout] = action
         norms[layout] = action()
@@ -125,13 +129,14 @@ def main():
             if shape == "0.5B" and shape not in actors:
                 config.model = make_model(folder, shape_config("Qwen2.5-0.5B"), torch.bfloat16)
                 config.dtype = "bfloat16"
+                config.gradient_checkpointing = True
             if shape not in actors:
                 vocab = 151936 if shape == "0.5B" else len(tokenizer)
                 actors = {shape: make_actor(config, mesh, vocab)}  # one at a time: memory
             rows += measure_case(name, actors[shape], flags.rounds)
             show(rows[-len(LAYOUTS) :])
     if rows:
-        tables["An update on groups of 8"] = rows
+        tables["The gradients of groups of 8"] = rows
     record(flags.output, tables)
 
 
