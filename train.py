@@ -400,9 +400,8 @@ def shard(model, mesh: dict[str, DeviceMesh], config: Config):
         fully_shard(unit, mesh=mesh["fsdp"], mp_policy=precision)
         unit.set_gradient_divide_factor(1.0)  # a sum: the loss divides by global counts
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
-    rotary = deepcopy(model.model.rotary_emb)
-    model.to_empty(device=config.device)
-    model.model.rotary_emb = rotary.to(config.device)  # to_empty has wiped its tables
+    model.to_empty(device=config.device)  # wipes the rotary tables, too
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(config.device)
     return model
 
 

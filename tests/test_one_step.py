@@ -37,7 +37,7 @@ def test_at_the_rate_of_the_job_nothing_is_clipped_and_the_right_completion_rise
 def test_the_functions_that_the_page_names_exist():
     methods = re.findall(r"`(Trainer|Actor)\.(\w+)`", PAGE)
     assert len(methods) > 5 and all(hasattr(getattr(train, owner), name) for owner, name in methods)
-    for name in ("group_advantages", "set_weights", "pack", "Batch", "grpo_loss", "reward_fn"):
+    for name in ("group_advantages", "set_weights", "Batch", "grpo_loss", "reward_fn"):
         assert f"`{name}`" in PAGE and hasattr(train, name)
 
 

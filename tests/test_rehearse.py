@@ -28,8 +28,8 @@ LAYER = 896 * (896 + 2 * 128) + 896 + 2 * 128 + 896 * 896 + 3 * 896 * 4864 + 2 *
 ROOT = 151936 * 896 + 896  # and in what is outside of its layers
 
 
-def config_of(processes: int, **flags) -> plan.PlanConfig:
-    return plan.PlanConfig(processes=processes, gpu_gb=80, **FLAGS | flags)
+def config_of(processes: int, **flags) -> rehearse.RehearsalConfig:
+    return rehearse.RehearsalConfig(processes=processes, gpu_gb=80, **FLAGS | flags)
 
 
 def check_plan(config, model_config, found: dict):
@@ -66,6 +66,20 @@ def test_a_rehearsal_by_hand(elsewhere):
     # Once per optimizer step the host waits for the statistics, and for the norm.
     waits = found["update"]["syncs"] | found["update: step"]["syncs"]
     assert [line.split()[-1] for line in waits] == ["GPU", "norm.isfinite():", "norm.item()"]
+
+
+def test_groups_share_their_prompts_or_not(elsewhere):
+    flags = {"groups": 4, "group_size": 4, "prompt_length": 1000, "max_new_tokens": 250}
+    found = {}
+    for shares in (True, False):
+        config = config_of(4, **flags | {"tokens_per_micro_batch": 4000, "share_prompts": shares})
+        phases = elsewhere(rehearse.rehearse, config, QWEN2)
+        check_plan(config, QWEN2, phases)
+        found[shares] = phases["update"]
+    assert found[True]["tokens"] == [4000, 4000]
+    assert sorted(found[False]["tokens"]) == [2500] * 2 + [3750] * 4
+    # 8,000 tokens instead of 20,000 go through the layers; the head sees 4,000 in both.
+    assert 0.4 < found[True]["flops"] / found[False]["flops"] < 0.7
 
 
 def test_offload_empties_the_gpu_while_the_engine_samples(elsewhere):

@@ -35,7 +35,6 @@ CONTEXT = 1.5e9
 GAPS = 0.1  # share of the trainer's GPU memory lost to fragmentation in CUDA's caching allocator; assumed
 PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
-PROMPT = 512  # tokens of a prompt; no flag sets them
 STEP = 1024  # difference between the budgets that are tried, in tokens
 
 LEGEND = f"""\
@@ -51,6 +50,7 @@ class PlanConfig(add_flags(Config)):
     device: Literal["cuda", "cpu"] = flag(Config.device, "device of the actor")
     processes: int = flag(0, "ranks in all, as torchrun starts them; 0: one per GPU here, else 1")
     gpu_gb: float = flag(0, "plan for GPUs with this memory in GB (1e9 bytes); 0: for this machine")
+    prompt_length: int = flag(512, "tokens of a prompt")
     lora_rank: int = flag(0, "rank of the adapters of recipes/lora.py; 0: full fine-tuning")
     lora_alpha: float = flag(32, "as in recipes/lora.py")
     lora_targets: str = flag(TARGETS, "as in recipes/lora.py")
@@ -166,7 +166,7 @@ def keys_per_token(config: Config) -> float:
     if not config.share_prompts:
         return 1
     group = config.group_size
-    return group * longest(config) / (PROMPT + group * (longest(config) - PROMPT))
+    return group * longest(config) / (longest(config) + (group - 1) * completion_length(config))
 
 
 def saved_by_layer(n: SimpleNamespace) -> float:
@@ -201,7 +201,9 @@ def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float,
         return size, size
     wave = -(-config.prompts_per_step // ranks) * config.group_size
     wave = LocalEngine.wave_size if config.eval_data else min(wave, LocalEngine.wave_size)
-    layer = wave * (PROMPT + config.max_new_tokens) * 2 * n.s * n.keys * n.tp  # keys and values of one layer
+    layer = (
+        wave * (config.prompt_length + config.max_new_tokens) * 2 * n.s * n.keys * n.tp
+    )  # keys and values of one layer
     growth = layer * (1 + n.queries / n.keys)  # a copy to grow, repeated for each query
     logits = wave * n.vocab * n.tp * (24 + n.s)  # logits, log-probs, exp, that and its sums in fp64
     weights = n.s * n.whole * n.tp  # all of them, whatever tp is
@@ -218,9 +220,14 @@ def push_bytes(config: Config, n: SimpleNamespace) -> float:
     return n.s * n.layer * n.tp + max(collective, cloned, sent)  # the bucket before, or its flat copy
 
 
-def longest(config: Config) -> int:
+def completion_length(config: PlanConfig) -> int:
+    """Tokens that the policy writes in the longest sequence."""
+    return config.max_new_tokens * config.max_turns
+
+
+def longest(config: PlanConfig) -> int:
     """Tokens of the longest sequence, without the replies of env_step."""
-    return PROMPT + config.max_new_tokens * config.max_turns
+    return config.prompt_length + completion_length(config)
 
 
 def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict[str, dict[str, float]]:

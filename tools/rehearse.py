@@ -2,6 +2,7 @@
 
     python -m tools.rehearse [flags of train.py] --processes N [--gpu_gb 80]
     python -m tools.rehearse --model Qwen/Qwen2.5-7B-Instruct --processes 8 --gpu_gb 80
+    python -m tools.rehearse --processes 4 --groups 2 --prompt_length 1000 --max_new_tokens 500
 
 The real Actor, loss, optimizer step and push of train.py run as the first of N ranks, on tensors without data
 (FakeTensorMode) and with a process group that sends nothing ("fake"), from config.json alone: no weights, no
@@ -23,7 +24,8 @@ import traceback
 import weakref
 from collections import Counter, defaultdict
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -48,7 +50,7 @@ from extras.shared_prompts import SharedBatch
 from recipes import lora
 from tools import plan
 from tools.plan import PlanConfig
-from train import Actor, Sample, SGLangEngine, Trainer, UserError
+from train import Actor, Sample, SGLangEngine, Trainer, UserError, flag
 
 HERE = Path(train.__file__).parent
 LENGTH = 1024  # tokens of a rehearsed sample
@@ -235,13 +237,25 @@ def fake_batch(batch, mode: FakeTensorMode):
     return SimpleNamespace(**fake(vars(batch)) | {"layout": fake(batch.layout)})
 
 
-def make_samples(config: PlanConfig, vocab_size: int) -> list[Sample]:
-    """Samples of LENGTH tokens that fill two micro-batches of one rank."""
+@dataclass
+class RehearsalConfig(PlanConfig):
+    """The flags of tools.plan, and what is rehearsed."""
+
+    groups: int = flag(0, "groups of --group_size long completions; 0: two passes of single completions")
+
+
+def make_samples(config: RehearsalConfig, vocab_size: int) -> list[Sample]:
+    """The samples of one rank: --groups, or as many of LENGTH tokens as fill two micro-batches."""
+    number, size = 2 * max(1, config.tokens_per_micro_batch // LENGTH), 1
+    prompt, completion = PROMPT, LENGTH - PROMPT
+    if config.groups:
+        number, size = config.groups, config.group_size
+        prompt, completion = config.prompt_length, plan.completion_length(config)
     samples = []
-    for i in range(2 * max(1, config.tokens_per_micro_batch // LENGTH)):
-        sample = Sample([], {}, key=(i, 0))
-        sample.append([i % vocab_size] * PROMPT)
-        sample.append([i % vocab_size] * (LENGTH - PROMPT), mask=1, advantage=1.0, logprob=-1.0)
+    for i, j in product(range(number), range(size)):
+        sample = Sample([], {}, key=(i, j))
+        sample.append([i % vocab_size] * prompt)
+        sample.append([i % vocab_size] * completion, mask=1, advantage=1.0, logprob=-1.0)
         samples.append(sample)
     return samples
 
@@ -293,6 +307,7 @@ def rehearse(config: PlanConfig, model_config) -> dict[str, dict]:
             for name in ("first update", "update"):  # Adam's state exists from the second one on
                 with unset_fake_temporarily(), patch.object(trainer, "reference", None):  # it is fake
                     batches = [fake_batch(batch, mode) for batch in trainer.micro_batches(samples)]
+                sizes = [batch.ids.numel() for batch in batches]
                 trainer.move_others(offload.AWAY)
                 trainer.move_actors(offload.AWAY)
                 found[f"{name}: rollout"] = recorder.phase()
@@ -304,7 +319,7 @@ def rehearse(config: PlanConfig, model_config) -> dict[str, dict]:
                             batch.ref_logprobs, _ = trainer.reference.logprobs(batch)
                             trainer.reference.reshard()
                 trainer.actor.backward(batches, trainer.forward)
-                found[name] = recorder.phase()
+                found[name] = recorder.phase() | {"tokens": sizes}
                 trainer.actor.optimizer_step()
                 found[f"{name}: step"] = recorder.phase()
                 del batches
@@ -325,7 +340,7 @@ def host_seconds(config: PlanConfig, model_config, repeats: int = 5) -> float:
     tiny = {"hidden_size": 8 * heads, "intermediate_size": 8 * heads, "vocab_size": 64 * heads}
     tiny |= {"num_attention_heads": heads, "num_key_value_heads": config.tp_size, "head_dim": 8}
     small = type(model_config)(**model_config.to_dict() | tiny)
-    sample = make_samples(replace(config, tokens_per_micro_batch=0), small.vocab_size)[0]
+    sample = make_samples(replace(config, tokens_per_micro_batch=0, groups=0), small.vocab_size)[0]
     sample.tokens = sample.tokens[PROMPT - 2 : PROMPT + 6]
     times = []
     with fake_processes(config, small) as (mesh, on_cpu):
@@ -349,8 +364,12 @@ def host_seconds(config: PlanConfig, model_config, repeats: int = 5) -> float:
 def planned(config: PlanConfig, model_config, is_whole: bool = False) -> dict[str, float]:
     """Bytes of the update and of the push by tools.plan; `is_whole`: with the engine's and the reserve."""
     left_out = () if is_whole else ("engine", "reserve")
-    alone = replace(config, share_prompts=False)  # each rehearsed sample has a prompt of its own
-    phases = plan.plan(alone, model_config, config.processes, trained=1 - PROMPT / LENGTH)
+    trained = 1 - PROMPT / LENGTH
+    if config.groups:
+        trained = plan.completion_length(config) / plan.longest(config) * plan.keys_per_token(config)
+    else:  # each sample has a prompt of its own
+        config = replace(config, share_prompts=False)
+    phases = plan.plan(config, model_config, config.processes, trained)
     peaks = {"update": 0, "push": 0}
     for phase, parts in phases.items():
         name = "push" if phase == "push" else "update"
@@ -371,20 +390,21 @@ def report(config: PlanConfig, model_config, found: dict, seconds: float):
     for name in own:
         sizes = [found[name]["peak"] / 1e9, own[name] / 1e9, whole[name] / 1e9]
         print("{:22}{:8.2f} GB{:8.2f} GB{:12.2f} GB".format(name, *sizes))
-    for name, times in (("update", 2), ("push", 1)):
-        print(f"\ncollectives of the {name} ({times} times):")
+    sizes = found["update"]["tokens"]
+    for name, times in (("update", f"{len(sizes)} micro-batches"), ("push", "1 time")):
+        print(f"\ncollectives of the {name} ({times}):")
         for kind, (count, size) in sorted(found[name]["collectives"].items()):
             print(f"  {kind:24}{count:7} calls {size / 1e9:10.2f} GB")
-    print("\nthe host waits for the GPU (two micro-batches, one optimizer step):")
+    print(f"\nthe host waits for the GPU ({len(sizes)} micro-batches, one optimizer step):")
     for line, count in (found["update"]["syncs"] | found["update: step"]["syncs"]).items():
         print(f"  {count:4} x {line}")
-    print(f"\nFLOPs of a micro-batch: {found['update']['flops'] / 2:.3g}")
+    print(f"\n{sum(sizes)} tokens in {len(sizes)} micro-batches: {found['update']['flops']:.3g} FLOPs")
     print(f"host per micro-batch: {1e3 * host_seconds(config, model_config):.0f} ms, measured here")
 
 
-def read_flags(arguments: list[str]) -> PlanConfig:
+def read_flags(arguments: list[str]) -> RehearsalConfig:
     """Flags to a config, as on a machine with GPUs. Raises UserError for what cannot be rehearsed."""
-    config = plan.read_flags(["--gpu_gb=80", *arguments])
+    config = plan.read_flags(["--gpu_gb=80", *arguments], RehearsalConfig)
     if config.dtype != "bfloat16":
         raise UserError("--dtype must be bfloat16: packed attention on GPUs supports only 16 bits")
     return config
