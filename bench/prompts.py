@@ -4,9 +4,9 @@
 
 A few prompts' groups of 8 completions, all trained, on a model with random weights in the shape of
 Qwen2.5-0.5B in bfloat16, and on the embedded model. Compared are train.py alone (the layout of a sample after
-the other, and train.head_logprobs), the same with extras/head.py, and with extras/shared_prompts.py as well:
-what a run uses. Seconds are of all gradients, in one thread, without Adam, which no layout changes; "head" is
-log-probs and their gradients for 1,024 tokens without the layers. Bytes are the tensors made, at their peak.
+the other, and train.head_logprobs) and "shared", what a run uses: extras/shared_prompts.py and extras/head.py.
+Seconds are of all gradients, in one thread, without Adam, which no layout changes; "head" is log-probs and
+their gradients for 1,024 tokens without the layers. Bytes are the tensors made, at their peak.
 """
 
 import tempfile
@@ -31,9 +31,8 @@ CASES = {  # name: (shape, groups, tokens of the prompt, of each completion)
     "0.5B, 1000 + 100": ("0.5B", 1, 1000, 100),
 }
 LAYOUTS = {  # name: (micro-batch, head)
-    "train.py alone": (train.Batch, train.head_logprobs),
-    "head": (train.Batch, head.head_logprobs),
-    "head and shared prompts": (SharedBatch, head.head_logprobs),
+    "train.py": (train.Batch, train.head_logprobs),
+    "shared": (SharedBatch, head.head_logprobs),
 }
 
 
@@ -53,36 +52,32 @@ def make_samples(groups: int, prompt: int, completion: int) -> list[train.Sample
     return samples
 
 
-def measure_case(name: str, actor, rounds: int) -> list[dict]:
-    """The rows of a case, one for each layout."""
+def measure_case(name: str, actor, rounds: int) -> dict:
+    """The row of a case."""
     _, *sizes = CASES[name]
     samples = make_samples(*sizes)
-    rows = {layout: {"prompt + completion": name, "layout": layout} for layout in LAYOUTS}
+    tokens = {}
     actions = {}
     memory = {}
     norms = {}
     for layout, (batch_class, score) in LAYOUTS.items():
         batches = [batch_class(part, "cpu") for part in batch_class.pack(samples, 2**20, 1)]
 
-        def action(batches=batches, score=score):
+        def action(layout=layout, batches=batches, score=score):
             actor.model.head_logprobs = score
             backward(actor, batches)
-            norm = clip_grad_norm_(actor.parameters.values(), 1.0).full_tensor().item()
+            norms[layout] = clip_grad_norm_(actor.parameters.values(), 1.0).full_tensor().item()
             actor.optimizer.zero_grad()
-            return norm
 
+        tokens[layout] = sum(batch.ids.numel() for batch in batches)
         actions[layout] = action
-        norms[layout] = action()
-        memory[layout] = peak(action)
-        rows[layout]["tokens"] = sum(batch.ids.numel() for batch in batches)
-    first = norms["train.py alone"]
-    assert all(abs(norm - first) < 0.05 * first for norm in norms.values()), norms
+        memory[layout] = peak(action) / 1e9
+    assert all(abs(norm - norms["train.py"]) < 0.05 * norm for norm in norms.values()), norms
     times = in_turn(actions, rounds)
-    for layout, row in rows.items():
-        row["CPU s"] = median(times[layout]["cpu"])
-        row["times as fast"] = ratio(times["train.py alone"]["cpu"], times[layout]["cpu"])
-        row["GB"] = memory[layout] / 1e9
-    return list(rows.values())
+    row = {"prompt + completion": name, "tokens": f"{tokens['train.py']:,} -> {tokens['shared']:,}"}
+    row |= {f"CPU s, {layout}": median(times[layout]["cpu"]) for layout in LAYOUTS}
+    row["faster"] = ratio(times["train.py"]["cpu"], times["shared"]["cpu"])
+    return row | {f"GB, {layout}": memory[layout] for layout in LAYOUTS}
 
 
 def measure_head(dtype: torch.dtype, mesh, rounds: int) -> dict:
@@ -133,8 +128,8 @@ def main():
             if shape not in actors:
                 vocab = 151936 if shape == "0.5B" else len(tokenizer)
                 actors = {shape: make_actor(config, mesh, vocab)}  # one at a time: memory
-            rows += measure_case(name, actors[shape], flags.rounds)
-            show(rows[-len(LAYOUTS) :])
+            rows.append(measure_case(name, actors[shape], flags.rounds))
+            show(rows[-1:])
     if rows:
         tables["The gradients of groups of 8"] = rows
     record(flags.output, tables)
