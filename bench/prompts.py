@@ -4,7 +4,7 @@
 
 A few prompts' groups of 8 completions, all trained, on a model with random weights in the shape of
 Qwen2.5-0.5B in bfloat16, and on the embedded model. Compared are train.py alone (the layout of a sample after
-the other, and train.head_logprobs) and "shared", what a run uses: extras/shared_prompts.py and extras/head.py.
+the other, and train.head_logprobs) and "shared", what runs use: extras/shared_prompts.py and extras/head.py.
 Seconds are of all gradients, in one thread, without Adam, which no layout changes; "head" is log-probs and
 their gradients for 1,024 tokens without the layers. Bytes are the tensors made, at their peak.
 """
