@@ -1,24 +1,32 @@
 """How long does a training step take, compared with TRL's GRPOTrainer, and where does the time go?
 
-    python -m bench.trl_step [--rounds 7] [--micro_batches "32 64 128"] [--output FILE]
+    python -m bench.trl_step [--rounds 7] [--cases "15+36 64+64 256+64"] [--micro_batches "32 64 128"]
 
 Requires trl==1.16.0. On both sides and on one thread of a CPU a step is: 8 completions of each of the same 32
 prompts by the embedded model, their rewards, two optimizer steps; all in fp32. Ours is one process with the
 local engine, including its push and all extras. TRL samples with transformers' `generate`; its loop runs one
-rollout at a time, in turn with ours, for several sizes of its micro-batches, and once more with its defaults,
-micro-batches of 8 and gradient checkpointing. A learning rate of 1e-9 leaves the policy as it is, so that
-every round has the same work for both; the prompts are compared.
+rollout at a time, in turn with ours, for several sizes of its micro-batches (the fastest is recorded), and
+once more with its defaults, micro-batches of 8 and gradient checkpointing. A learning rate of 1e-9 leaves the
+policy as it is, so that every round has the same work for both; the prompts are compared.
 
-The first table has CPU seconds, which other load on the machine disturbs less than wall time; the second one
-the positions that went through the model, including padding.
+A case is the tokens of a prompt and of a completion. 15+36 is the embedded job: its completions end where the
+model ends them, after 36 tokens on average. In other cases newlines fill the prompts, no completion ends
+early, and rewards differ within every group, so that all samples are trained.
+
+Seconds are CPU seconds, which other load on the machine disturbs less than wall time. A second table, on the
+screen, has the positions that went through the model, including padding.
 """
 
+import json
+import shutil
 import sys
 import tempfile
 import threading
+import zlib
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from statistics import fmean, median
 
 import torch
@@ -26,15 +34,48 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from bench.cost import Clock, make_trainer
-from bench.measure import in_turn, options, ratio, record, show
-from train import Config, RLDataset, Sample, reward_fn, shuffled
+from bench.measure import ASSETS, in_turn, options, ratio, record, show
+from train import Config, RLDataset, Sample, encode_prompt, reward_fn, shuffled
 
 DEFAULT = 8  # TRL's own size of a micro-batch; by default it also recomputes activations
+JOB = "15+36"  # the case of the embedded job as it is
 OFF = {"report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
 OFF |= {"eval_strategy": "no", "use_cpu": True, "bf16": False, "use_vllm": False, "shuffle_dataset": False}
 GRPO = {"loss_type": "grpo", "scale_rewards": "group", "num_iterations": 1, "beta": 0.0, "weight_decay": 0.0}
 GRPO |= {"lr_scheduler_type": "constant", "adam_beta1": 0.9, "adam_beta2": 0.99}
 PARTS = ("rollout", "old log-probs", "update", "rest")
+
+
+class FilledDataset(RLDataset):
+    """The rows of a file as prompts of `length` tokens; 0: as they are."""
+
+    def __init__(self, source: str, tokenizer, length: int):
+        super().__init__(source)
+        self.tokenizer = tokenizer
+        self.length = length
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = super().__getitem__(index)
+        missing = self.length - len(encode_prompt(self.tokenizer, sample.messages))
+        sample.messages[0]["content"] += "\n" * missing  # each is a token
+        return sample
+
+
+def varied_reward(sample: Sample) -> float:
+    """From 0 to 6, by chance."""
+    return zlib.crc32(sample.text.encode()) % 7
+
+
+def make_model(folder: Path, case: str) -> str:
+    """The embedded model; if completions must not end, its end is a token that it does not write."""
+    if case == JOB:
+        return str(ASSETS / "tiny")
+    shutil.copytree(ASSETS / "tiny", folder)
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        content = json.loads((folder / name).read_text())
+        content |= {"eos_token": "<|endoftext|>"} if "tokenizer" in name else {"eos_token_id": 0}
+        (folder / name).write_text(json.dumps(content))
+    return str(folder)
 
 
 class Side:
@@ -72,9 +113,11 @@ class Side:
 class Ours(Side):
     """Our trainer with all extras."""
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, model: str, prompt: int, reward):
         super().__init__()
-        self.trainer = make_trainer(folder, warmup_steps=0)
+        self.trainer = make_trainer(folder, warmup_steps=0, model=model)
+        self.trainer.reward_fn = reward
+        self.trainer.data = FilledDataset(self.trainer.config.data, self.trainer.tokenizer, prompt)
         self.count(self.trainer.engine.model)
         self.count(self.trainer.actor.model)
         self.clock.attach(self.trainer, "rollout", "rollout")
@@ -91,15 +134,14 @@ class Ours(Side):
 class Theirs(Side, TrainerCallback):
     """TRL's trainer. Its loop has a thread of its own and waits for its turn after each rollout's updates."""
 
-    def __init__(self, trl, config: Config, prompts: list[int], rounds: int, micro_batch: int):
+    def __init__(self, trl, config: Config, samples: list[Sample], rounds: int, micro_batch: int, reward):
         super().__init__()
+        self.reward_fn = reward
         self.updates = config.updates_per_step
         self.go = threading.Semaphore(0)
         self.done = threading.Semaphore(0)
         self.error = None
         self.thread = threading.Thread(target=self.train, daemon=True)
-        data = RLDataset(config.data)
-        samples = [data[row] for row in prompts]
         self.trainer = trl.GRPOTrainer(
             config.model,
             self.reward,
@@ -140,7 +182,7 @@ class Theirs(Side, TrainerCallback):
         samples = []
         for messages, turns, numbers, goal in zip(prompts, completions, nums, target):
             sample = Sample(messages, {"nums": numbers, "target": goal}, turns=[turns[0]["content"]])
-            sample.reward = reward_fn(sample)
+            sample.reward = self.reward_fn(sample)
             samples.append(sample)
         self.note(samples, [len(ids) for ids in completion_ids])
         return [sample.reward for sample in samples]
@@ -175,20 +217,20 @@ class Theirs(Side, TrainerCallback):
             raise self.error
 
 
-def rows_of(sides: dict[str, Side], times: dict) -> tuple[list[dict], list[dict]]:
-    """Both tables: medians over the rounds."""
+def rows_of(case: str, sides: dict[str, Side], times: dict) -> tuple[list[dict], list[dict]]:
+    """Both tables of a case: medians over the rounds."""
     seconds = []
     positions = []
     for name, side in sides.items():
         assert [one["prompts"] for one in side.records] == [one["prompts"] for one in sides["ours"].records]
         records = side.records[1:]  # the first one warmed up
-        row = {"step of": name, "CPU s": median(times[name]["cpu"])}
+        row = {"case": case, "step of": name, "CPU s": median(times[name]["cpu"])}
         for part in PARTS:
             row[part] = median(one["seconds"].get(part, 0.0) for one in records)
         row["CPU / ours"] = ratio(times[name]["cpu"], times["ours"]["cpu"])
         row["wall / ours"] = ratio(times[name]["wall"], times["ours"]["wall"])
         seconds.append(row)
-        row = {"step of": name}
+        row = {"case": case, "step of": name}
         for part in PARTS[:3]:
             row[part] = median(one["positions"].get(part, 0) for one in records)
         row["tokens per completion"] = fmean(one["tokens"] for one in records)
@@ -197,31 +239,44 @@ def rows_of(sides: dict[str, Side], times: dict) -> tuple[list[dict], list[dict]
     return seconds, positions
 
 
+def measure_case(trl, case: str, flags, folder: str) -> tuple[list[dict], list[dict]]:
+    """The rows of a case, ours first and TRL's defaults last."""
+    rounds = flags.rounds + 1  # one warms up
+    prompt = 0 if case == JOB else int(case.split("+")[0])
+    reward = reward_fn if case == JOB else varied_reward
+    sides = {"ours": Ours(folder, make_model(Path(folder, "model"), case), prompt, reward)}
+    trainer, config = sides["ours"].trainer, sides["ours"].trainer.config
+    assert case == JOB or config.max_new_tokens == int(case.split("+")[1])
+    drawn = shuffled(len(trainer.data), config.seed)
+    samples = [trainer.data[row] for _, row in islice(drawn, rounds * config.prompts_per_step)]
+    for size in map(int, flags.micro_batches.split()):
+        sides[f"TRL, micro-batches of {size}"] = Theirs(trl, config, samples, rounds, size, reward)
+    checkpointed = replace(config, gradient_checkpointing=True)
+    sides["TRL, its defaults"] = Theirs(trl, checkpointed, samples, rounds, DEFAULT, reward)
+    times = in_turn({name: side.turn for name, side in sides.items()}, flags.rounds)
+    return rows_of(case, sides, times)
+
+
 def main():
     """Measures, prints, writes."""
-    flags = options(__doc__, "trl_step", micro_batches=("32 64 128", "of TRL, in samples"))
+    micro_batches = "of TRL, in samples"
+    cases = f"{JOB} 64+64 256+64"
+    flags = options(__doc__, "trl_step", cases=(cases, "which"), micro_batches=("32 64 128", micro_batches))
     try:
         import trl
 
         trl.GRPOTrainer  # this imports it
     except (ImportError, RuntimeError) as error:
         sys.exit(f"bench.trl_step compares with TRL, which does not load ({error}): pip install trl==1.16.0")
-    rounds = flags.rounds + 1  # one warms up
-    with tempfile.TemporaryDirectory() as folder:
-        sides = {"ours": Ours(folder)}
-        config = sides["ours"].trainer.config
-        drawn = shuffled(len(sides["ours"].trainer.data), config.seed)
-        prompts = [row for _, row in islice(drawn, rounds * config.prompts_per_step)]
-        for size in map(int, flags.micro_batches.split()):
-            sides[f"TRL, micro-batches of {size}"] = Theirs(trl, config, prompts, rounds, size)
-        checkpointed = replace(config, gradient_checkpointing=True)
-        sides["TRL, its defaults"] = Theirs(trl, checkpointed, prompts, rounds, DEFAULT)
-        times = in_turn({name: side.turn for name, side in sides.items()}, flags.rounds)
-    seconds, positions = rows_of(sides, times)
-    show(seconds)
-    show(positions)
-    tables = {"CPU seconds of a step, by part": seconds}
-    record(flags.output, tables, positions=positions, trl=trl.__version__, times=times)
+    recorded = []
+    for case in flags.cases.split():
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, positions = measure_case(trl, case, flags, folder)
+        show(seconds)
+        show(positions)
+        ours, *others, defaults = seconds
+        recorded += [ours, min(others, key=lambda row: row["CPU / ours"]), defaults]
+    record(flags.output, {"CPU seconds of a step, by part": recorded}, trl=trl.__version__)
 
 
 if __name__ == "__main__":
