@@ -122,3 +122,33 @@ def test_the_flag_chooses_the_layout():
     assert (on.batch_class, on.shared_tokens(sample)) == (SharedBatch, 6)
     assert (off.batch_class, off.shared_tokens(sample)) == (Batch, 0)
     assert SharedBatch([], "cpu").targets.tolist() == Batch([], "cpu").targets.tolist()  # a filler
+
+
+@pytest.mark.parametrize("budget", [10**6, 40])
+def test_a_step_with_a_failed_group_two_updates_and_kl(small, budget):
+    """Both layouts end with the same weights; a later update leaves pi_old, so its ratio is not 1."""
+    generator = np.random.default_rng(1)
+    samples = []
+    for number, prompt in enumerate([5, 9, 1, 7]):
+        ids = generator.integers(0, VOCAB, prompt)
+        for i in range(3):
+            sample = sample_of(ids, generator.integers(0, VOCAB, 4 + 3 * i))
+            sample.key, sample.reward = (number, i), float(generator.normal())
+            samples.append(sample)
+    samples[1].failure = "it broke"  # so that all of group 0 is left out
+    ends = []
+    for batch_class in (Batch, SharedBatch):
+        trainer = small(group_size=3, updates_per_step=2, kl_coef=0.5, tokens_per_micro_batch=budget, lr=1e-3)
+        trainer.reference = trainer.load_policy()
+        trainer.batch_class = batch_class
+        trainer.max_failures = 1.0
+        trainer.check_engine = lambda gap: None
+        metrics = [trainer.learn(deepcopy(samples)) for _ in range(2)][-1]
+        ends.append(
+            (metrics, torch.cat([one.full_tensor().flatten() for one in trainer.actor.parameters.values()]))
+        )
+    (plain, weights), (shared, others) = ends
+    start = torch.cat([one.full_tensor().flatten() for one in trainer.reference.parameters()])
+    assert plain.keys() == shared.keys() and plain["kl"] > 1e-4 and plain["clip_fraction"] > 0
+    assert shared == pytest.approx(plain, rel=1e-4)
+    assert (others - weights).norm() < 1e-4 * (weights - start).norm()
