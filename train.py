@@ -551,8 +551,7 @@ class SGLangEngine:
         if config.device == "cuda":
             options |= {"base_gpu_id": LOCAL_RANK, "enable_memory_saver": True}
             options["disable_prefill_cuda_graph"] = True  # its memory could not be released
-            os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"
-            os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] = "0"
+            os.environ |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"}
             runtime = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"  # for what SGLang preloads
             folders = filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(runtime)])
             os.environ["LD_LIBRARY_PATH"] = ":".join(folders)
