@@ -1,5 +1,6 @@
 """Tests of tools/plan.py: counts by hand, an update's measured memory, and what it says."""
 
+import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -102,6 +103,9 @@ def test_plan_counts_a_hybrid():
     states = 18 * (2 * 3 * 6144 + 4 * 16 * 128 * 128)
     assert free * 9 / 19 / (5 * states) < free * 10 / 19 / (1536 * 6 * 2 * 2 * 512)
     assert planner.cached(config, n) == pytest.approx(free * 9 / 19 / (5 * states))
+    arguments = {"mem_fraction_static": 0.5, "disable_radix_cache": True, "mamba_full_memory_ratio": 4}
+    more = replace(config, sglang_args=json.dumps(arguments))  # now there is less for keys than for states
+    assert planner.cached(more, n) == pytest.approx(free / 5 / (1536 * 6 * 2 * 2 * 512))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -35,8 +35,7 @@ CONTEXT = 1.5e9
 GAPS = 0.1  # share of the trainer's GPU memory lost to fragmentation in CUDA's caching allocator; assumed
 PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
-POOL = 0.9 / 1.9  # share of SGLang's cache for states of linear layers: its mamba_full_memory_ratio
-SLOTS = 5  # states that SGLang 0.5.23 keeps per running sequence, for its prefix cache
+SLOTS = 5  # states of linear layers that SGLang 0.5.23 keeps per running sequence, for its prefix cache
 PROMPT = 512  # tokens of a prompt; no flag sets them
 STEP = 1024  # difference between the budgets that are tried, in tokens
 
@@ -363,8 +362,11 @@ def cached(config: PlanConfig, n: SimpleNamespace) -> float:
     kv = 2 * n.s * n.keys * (n.layers - n.linear) * longest(config)  # of a sequence
     if not n.linear:
         return free / kv
-    states = state_bytes(n, 2) / n.tp * SLOTS  # bfloat16 by default
-    return min(free * POOL / states, free * (1 - POOL) / kv)
+    arguments = json.loads(config.sglang_args)
+    slots = 1 if arguments.get("disable_radix_cache") else SLOTS
+    pool = arguments.get("mamba_full_memory_ratio", 0.9)  # memory for states, as a share of that for the rest
+    states = slots * state_bytes(n, 2) / n.tp  # the convolution's in bfloat16, whatever --dtype is
+    return free / (1 + pool) * min(pool / states, 1 / kv)
 
 
 def fits(config: PlanConfig, model_config, **changes) -> bool:
