@@ -209,6 +209,7 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
             (train, "packed_attention", gpu_attention),
             (model_class, "from_config", outside_of_fake(model_class.from_config)),
             (lora, "add_adapters", outside_of_fake(lora.add_adapters)),
+            (train, "deepcopy", outside_of_fake(train.deepcopy)),  # of the rotary tables
             (train.dcp, "load", lambda *args, **options: None),  # there are no weights
             (propagator, "_propagate_tensor_meta_non_cached", quiet),
             (dist, "all_gather_object", lambda parts, one, group=None: None),
