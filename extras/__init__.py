@@ -15,6 +15,7 @@ ORDER = (  # later ones wrap earlier ones
     "sglang_cpu",
     "variants",
     "turns",
+    "chat_template",
     "lr_schedule",
     "dither",
     "compile",

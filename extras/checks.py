@@ -7,6 +7,7 @@ line. Without this file train.py does the same work, but most of these errors ar
 
 import errno
 import faulthandler
+import importlib
 import importlib.util
 import json
 import logging
@@ -100,8 +101,10 @@ def check_config(config):
         raise UserError(f"--engine must be sglang, local or http://host:port[,...], not {config.engine!r}")
     if re.search("api_key|password", config.sglang_args):
         raise UserError("--sglang_args holds a key or a password, which config.json would show: leave it out")
-    with blaming(f'--sglang_args must be a JSON object like {{"a": 1}}, not {config.sglang_args!r}'):
-        dict(**json.loads(config.sglang_args))
+    for name in ("sglang_args", "chat_template_kwargs"):
+        text = getattr(config, name, "") or "{}"
+        with blaming(f'--{name} must be a JSON object like {{"a": 1}}, not {text!r}'):
+            dict(**json.loads(text))
 
 
 def check_processes(config):
@@ -342,7 +345,10 @@ def extend(trainer_class: type) -> type:
                     check_output(config)
                 path, room = check_model(config)
                 check_weights(path)
-                dataset_class = checked(dataset_class, config, check_tokenizer(path), room)
+                tokenizer = check_tokenizer(path)
+                if getattr(config, "chat_template_kwargs", ""):  # its file may be missing
+                    importlib.import_module("extras.chat_template").set_arguments(tokenizer, config)
+                dataset_class = checked(dataset_class, config, tokenizer, room)
                 if not getattr(config, "reward_workers", 0):  # these have a limit
                     reward_fn = with_reminders(reward_fn)
                 super().__init__(config, dataset_class, reward_fn, env_step)

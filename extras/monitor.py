@@ -54,16 +54,39 @@ def forward_flops(config, lengths: list[int], trained: int, shared: list[int] = 
     sees half of its sequence on average) and the head; norms, rotations and activations are below 1 %. Not
     counted are the `shared` first tokens of sequences, whose states another sequence has computed.
     """
+    tokens = sum(lengths) - sum(shared)
+    linear = (getattr(config, "layer_types", None) or []).count("linear_attention")
+    full = config.num_hidden_layers - linear
     hidden = config.hidden_size
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
     width = getattr(config, "head_dim", None) or hidden // heads
     projections = 2 * hidden * width * (heads + kv_heads)  # weights of q, o, k and v
+    if linear:  # q_proj of hybrids has a gate for each query
+        projections += hidden * width * heads
     mlp = 3 * hidden * config.intermediate_size
-    matrices = 2 * (projections + mlp) * (sum(lengths) - sum(shared))
+    matrices = 2 * (full * projections + config.num_hidden_layers * mlp) * tokens
+    if linear:
+        matrices += linear * delta_net_flops(config) * tokens
     pairs = sum(n * (n + 1) / 2 for n in lengths) - sum(n * (n + 1) / 2 for n in shared)  # of query and key
     head = 2 * hidden * config.vocab_size * trained
-    return config.num_hidden_layers * (matrices + 4 * heads * width * pairs) + head
+    return matrices + full * 4 * heads * width * pairs + head
+
+
+def delta_net_flops(config) -> int:
+    """FLOPs per token of a Gated DeltaNet layer (arXiv:2412.06464) without its MLP.
+
+    Counted are the projections, the convolution and, per value head, three products with the state [K, V]:
+    what it holds for the key, its update, and the output. Kernels that work in chunks compute more than this,
+    which does not count, like what gradient checkpointing computes again.
+    """
+    heads = config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = heads * config.linear_value_head_dim
+    inputs = config.hidden_size * (2 * keys + 2 * values + 2 * heads)  # of q, k, v, gate z, beta and decay
+    convolution = config.linear_conv_kernel_dim * (2 * keys + values)
+    states = 3 * config.linear_key_head_dim * values
+    return 2 * (inputs + convolution + states + values * config.hidden_size)
 
 
 def peak_flops(card: str) -> float | None:

@@ -13,10 +13,18 @@ from dataclasses import dataclass
 
 from train import Sample, UserError, call, flag, rollout
 
+HEADER = "<|im_start|>assistant\n"  # of the policy's turn, at the end of a reply
+
 
 @dataclass
 class Flags:
     max_turns: int = flag(1, "policy turns per episode; above 1, env_step answers each of them")
+
+
+def opening(tokenizer, messages: list[dict]) -> str:
+    """What the chat template puts after the header of the policy's turn, such as an empty <think> block."""
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return chat.rpartition(HEADER)[2] if HEADER in chat else ""
 
 
 def extend(trainer_class: type) -> type:
@@ -38,6 +46,8 @@ def extend(trainer_class: type) -> type:
                 reply = await call(self.env_step, sample, config.reward_timeout)
                 if reply is None or turn == config.max_turns - 1:
                     break
+                if reply.endswith(HEADER):
+                    reply += opening(self.tokenizer, sample.messages)
                 reply_ids = self.tokenizer.encode(reply, add_special_tokens=False)
                 sample.truncated = len(sample.tokens) + len(reply_ids) > self.prompt_limit
                 if sample.truncated:

@@ -1,7 +1,8 @@
 """Evaluation without training: avg@n and pass@k on the evaluation data.
 
     torchrun --standalone --nproc_per_node=4 -m recipes.evaluate --model Qwen/Qwen3-1.7B --eval_samples 16 \\
-        --eval_temperature 0.6 --eval_data openai/gsm8k/main:test
+        --eval_temperature 0.6 --eval_data openai/gsm8k/main:test \\
+        --chat_template_kwargs '{"enable_thinking": false}'  # it would think for more than --max_new_tokens
 
 eval_score is avg@n, the mean reward over n = --eval_samples completions per prompt. eval_pass@k is the mean
 reward of the best of k of them, for k = 2, 4, .. n. --steps above 0 also trains, with these evaluations.

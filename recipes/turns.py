@@ -7,6 +7,8 @@ An env_step returns user_turn("higher"), for example; recipes/guess_number.py is
 
 import re
 
+from extras.turns import HEADER
+
 
 def user_turn(text: str) -> str:
     """A user's message, and the header of the policy's next turn.
@@ -14,4 +16,4 @@ def user_turn(text: str) -> str:
     No text can forge a control token of Qwen: as in train.encode_prompt, a zero-width space breaks it.
     """
     guarded = re.sub(r"<(?=\|\w+\|>)", "<\u200b", text)
-    return f"\n<|im_start|>user\n{guarded}<|im_end|>\n<|im_start|>assistant\n"
+    return f"\n<|im_start|>user\n{guarded}<|im_end|>\n{HEADER}"

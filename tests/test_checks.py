@@ -74,6 +74,8 @@ def checked_config(*arguments: str) -> Config:
         ("--sglang_args []", "--sglang_args must be a JSON object .* not '\\[\\]'"),
         ("--sglang_args {a}", "--sglang_args must be a JSON object"),
         ('--sglang_args {"admin_api_key":"x"}', "--sglang_args holds a key or a password, .*: leave it out$"),
+        ("--chat_template_kwargs []", "--chat_template_kwargs must be a JSON object .* not '\\[\\]'"),
+        ("--chat_template_kwargs {a}", "--chat_template_kwargs must be a JSON object"),
         ("--prompts_per_step 1 --updates_per_step 2", "--prompts_per_step must be at least 2:"),
         ("--engine local", "^$"),
     ],

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen2Config
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3_5TextConfig
 
 from extras import monitor
 from extras.monitor import forward_flops, peak_flops, remarks
@@ -29,6 +30,34 @@ def test_forward_flops_by_hand():
     assert forward_flops(config, [3, 2], 3, [0, 1]) == 1440 * 4 / 5 + 144 * 8 / 9 + 240
     two_layers = Qwen2Config(**MODEL, num_hidden_layers=2, vocab_size=10)
     assert forward_flops(two_layers, [3, 2], 3) == 2 * (1440 + 144) + 240
+
+
+# Linear layers with 2 key heads and 4 value heads, K 8 and V 16, and one attention layer.
+HYBRID = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+HYBRID |= {"head_dim": 16, "vocab_size": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+HYBRID |= {"linear_key_head_dim": 8, "linear_value_head_dim": 16, "num_hidden_layers": 4}
+
+
+def test_forward_flops_of_a_hybrid_by_hand():
+    # 32 inputs to q and k of 16 each, v and z of 64 each, beta and decay of 4 each, and 64 outputs to 32:
+    # 7,424 weights; 4 taps of 96 channels: 384; 3 products with 4 states of 8 x 16: 1,536. Attention: q, gate
+    # and o of 64 each, k and v of 32 each: 8,192 weights. MLPs: 3 * 32 * 48 each. Pairs: 3 + 1, of 4 * 64.
+    config = Qwen3_5TextConfig(**HYBRID)
+    assert config.layer_types == ["linear_attention"] * 3 + ["full_attention"]
+    per_token = 2 * (3 * (7424 + 384 + 1536) + 8192 + 4 * 4608)
+    assert forward_flops(config, [2, 1], 2) == 3 * per_token + 4 * 256 + 2 * 2 * 32 * 64
+
+
+def test_forward_flops_of_a_hybrid_are_those_that_torch_counts():
+    """torch counts whole squares of attention, and transformers' chunks of 64 tokens within linear layers."""
+    config = Qwen3_5TextConfig(**HYBRID, attn_implementation="eager")
+    n = 256
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        AutoModelForCausalLM.from_config(config)(torch.arange(n)[None] % 64, use_cache=False)
+    squares = 256 * (n * n - n * (n + 1) // 2)
+    chunks = 3 * n * 4 * 64 * 2 * (8 + 8 + 16)  # k k, q k, and that with v: per value head 64 columns each
+    found = counter.get_total_flops() - squares - chunks
+    assert found == pytest.approx(forward_flops(config, [n], n), rel=1e-3)  # the convolution's padding
 
 
 def test_a_card_is_not_taken_for_another_one():

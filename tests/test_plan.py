@@ -1,12 +1,15 @@
 """Tests of tools/plan.py: counts by hand, an update's measured memory, and what it says."""
 
+import json
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
+import train
 from bench import memory
 from tests.conftest import Config
 from tools import plan as planner
@@ -24,7 +27,7 @@ def qwen_1_5b(folder: Path, tied: bool = True) -> Path:
     return folder
 
 
-def planned(folder: Path, *flags: str, ranks: int = 1) -> dict[str, dict[str, float]]:
+def planned(folder: Path | str, *flags: str, ranks: int = 1) -> dict[str, dict[str, float]]:
     """The plan for GPUs with 80 GB, unless the flags say otherwise."""
     machine = ["--gpu_gb", "80", "--processes", str(ranks)]
     config = planner.read_flags(["--model", str(folder), *machine, *flags])
@@ -72,6 +75,70 @@ def test_plan_counts_parameters(tmp_path):
     untied = planned(qwen_1_5b(tmp_path, tied=False))
     assert untied["rollout"]["parameters"] == 4 * (tied + 233_373_696)
     assert untied["layers"]["Adam"] == 2 * untied["layers"]["gradients"] == 8 * (tied + 233_373_696)
+
+
+def test_plan_counts_a_hybrid():
+    # Qwen3.5-0.8B by hand. Linear layers: q, k and v 1024 x 6144 with 4 taps each, z 1024 x 2048, beta and
+    # decay 1024 x 16, out 2048 x 1024, 16 decays and biases, a norm of 128. Attention: q with its gate
+    # 1024 x 4096, k and v 1024 x 512, out 2048 x 1024, norms of 256. All: MLP 3 x 1024 x 3584, two norms.
+    both = 3 * 1024 * 3584 + 2 * 1024
+    linear = 1024 * (6144 + 2048 + 2 * 16 + 2048) + 4 * 6144 + 2 * 16 + 128 + both
+    attention = 1024 * (4096 + 2 * 512 + 2048) + 2 * 256 + both
+    root = 248320 * 1024 + 1024
+    whole = 18 * linear + 6 * attention + root
+    phases = planned("Qwen/Qwen3.5-0.8B")
+    assert phases["rollout"]["parameters"] == 4 * whole == 4 * 752_393_024
+    assert phases["push"]["gathered"] == 2 * (
+        2 * root + linear
+    )  # as for other models, with the largest layer
+    assert phases["layers"]["gathered"] == 2 * (root + linear)
+    split = planned("Qwen/Qwen3.5-0.8B", "--tp_size", "2", ranks=2)["rollout"]["parameters"]
+    kept = 18 * (linear - both + 2 * 1024) + 6 * (2 * 256 + 2 * 1024) + 1024  # linear layers and norms
+    assert split == 4 * (kept + (whole - kept) / 2)
+    # SGLang keeps 5 states per sequence in 9/19 of its cache: 18 layers with 3 inputs of 6144 channels in
+    # bf16 and 16 heads of 128 x 128 in fp32. The rest is for keys and values of 6 layers, 512 per token each.
+    config = planner.read_flags(["--model", "Qwen/Qwen3.5-0.8B", "--gpu_gb", "80", "--processes", "1"])
+    n = planner.sizes(config, planner.find_config(config.model), 1)
+    free = 40e9 - 2 * whole
+    states = 18 * (2 * 3 * 6144 + 4 * 16 * 128 * 128)
+    assert free * 9 / 19 / (5 * states) < free * 10 / 19 / (1536 * 6 * 2 * 2 * 512)
+    assert planner.cached(config, n) == pytest.approx(free * 9 / 19 / (5 * states))
+    arguments = {"mem_fraction_static": 0.5, "disable_radix_cache": True, "mamba_full_memory_ratio": 4}
+    more = replace(config, sglang_args=json.dumps(arguments))  # now there is less for keys than for states
+    assert planner.cached(more, n) == pytest.approx(free / 5 / (1536 * 6 * 2 * 2 * 512))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["linear_attention", "full_attention"])
+def test_plan_knows_what_autograd_saves_in_a_hybrid(tmp_path, kind, dtype):
+    length = 512
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 32}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    kinds = [kind, {"linear_attention": "full_attention", "full_attention": "linear_attention"}[kind]]
+    Qwen3_5TextConfig(**sizes, layer_types=kinds).save_pretrained(tmp_path)
+    model = train.empty_model(str(tmp_path)).to_empty(device="cpu").to(getattr(torch, dtype))
+    parameters = {value.untyped_storage().data_ptr() for value in model.parameters()}
+    saved = {}  # keeps them alive, or their addresses would be used again
+
+    def save(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage
+        return tensor
+
+    states = torch.randn(1, length, 128, dtype=getattr(torch, dtype), requires_grad=True)
+    angles = [torch.ones(1, length, 8, dtype=states.dtype)] * 2
+    bounds = torch.tensor([0, length], dtype=torch.int32)
+    layout = {"bounds": bounds, "key_bounds": bounds, "keys": slice(None), "longest": length}
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        model.model.layers[0](states, position_embeddings=angles, attention_mask=None, **layout)
+    found = sum(storage.nbytes() for storage in saved.values()) / length
+    config = planner.read_flags(["--model", str(tmp_path), "--device", "cpu", "--dtype", dtype])
+    n = planner.sizes(config, planner.find_config(config.model), 1)
+    by_layer = {"linear_attention": planner.saved_by_linear_layer, "full_attention": planner.saved_by_layer}
+    n.seen = 1  # no prompt is shared here
+    assert by_layer[kind](n) == pytest.approx(found, rel=0.03)
 
 
 def test_plan_divides_what_is_sharded(tmp_path):

@@ -1,6 +1,7 @@
-"""Flags to start with, for each Qwen2.5 on machines of 1, 2, 4 and 8 GPUs: the table of docs/gpus.md.
+"""Flags to start with, for each Qwen2.5 on machines of 1, 2, 4 and 8 GPUs: the tables of docs/gpus.md.
 
-    python -m tools.gpus
+    python -m tools.gpus          # or those whose names begin with another prefix:
+    python -m tools.gpus Qwen3.5
 
 They are the first that fit according to tools.plan, in this order: micro-batches of 8,192 tokens or more,
 tensor parallelism as small as possible (it is host-bound), the actor on the GPU rather than offloaded, and as
@@ -8,11 +9,12 @@ much memory for SGLang as is left.
 """
 
 import json
+import sys
 from dataclasses import replace
 from itertools import product
 
 from tools import plan
-from tools.shapes import SIZES, known_config
+from tools.shapes import HYBRIDS, SIZES, known_config
 from train import Config
 
 CARDS = (24, 48, 80)  # GB
@@ -67,7 +69,8 @@ def main():
     """Prints the table in Markdown."""
     print("| model | GB | " + " | ".join(f"{count} GPU{'s' * (count > 1)}" for count in COUNTS) + " |")
     print("|---" * (2 + len(COUNTS)) + "|")
-    for name, gb in product([name for name in SIZES if name.startswith("Qwen2.5")], CARDS):
+    prefix = sys.argv[1] if len(sys.argv) > 1 else "Qwen2.5"
+    for name, gb in product([name for name in SIZES | HYBRIDS if name.startswith(prefix)], CARDS):
         cells = [described(first_that_fits(name, gb, count)) for count in COUNTS]
         print(f"| {name} | {gb} | " + " | ".join(cells) + " |", flush=True)
 

@@ -35,6 +35,7 @@ CONTEXT = 1.5e9
 GAPS = 0.1  # share of the trainer's GPU memory lost to fragmentation in CUDA's caching allocator; assumed
 PYTHON = 0.8e9  # bytes of a process on a CPU: Python and its libraries
 SGLANG_REST = 5e9  # bytes of SGLang beyond mem_fraction_static; its manual: 5 to 8 GB suffice for activations
+SLOTS = 5  # states of linear layers that SGLang 0.5.23 keeps per running sequence, for its prefix cache
 STEP = 1024  # difference between the budgets that are tried, in tokens
 
 LEGEND = f"""\
@@ -90,11 +91,12 @@ def sglang_share(config: Config) -> float:
 def find_config(name: str):
     """A model's config, from a folder or the Hub. Raises UserError if train.py could not train it."""
     try:
-        model_config = known_config(name) or AutoConfig.from_pretrained(name)
+        model_config = known_config(name) or AutoConfig.from_pretrained(name).get_text_config()
     except Exception as error:
         raise UserError(f"--model {name} is neither a model folder nor on the Hub: {brief(error)}") from error
-    if model_config.model_type not in FAMILIES:
-        families = ", ".join(FAMILIES)
+    known = (*FAMILIES, "qwen3_5_text")
+    if model_config.model_type not in known:
+        families = ", ".join(known)
         raise UserError(f"--model {name} is a {model_config.model_type}; it must be one of {families}")
     return model_config
 
@@ -105,10 +107,16 @@ def check_sizes(config: Config, model_config, ranks: int):
     if tp < 1 or ranks % (tp * config.dp_replicate):
         sizes = f"--tp_size {tp} times --dp_replicate {config.dp_replicate}"
         raise UserError(f"{sizes} does not divide {ranks} processes")
-    for name in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
+    linear = [f"linear_num_{kind}_heads" for kind in ("key", "value") if is_hybrid(model_config)]  # in SGLang
+    for name in ("num_attention_heads", "num_key_value_heads", "vocab_size", *linear):
         size = getattr(model_config, name)
         if size % tp:
             raise UserError(f"--tp_size {tp} does not divide the model's {name} {size}")
+
+
+def is_hybrid(model_config) -> bool:
+    """Whether some of its layers are Gated DeltaNet."""
+    return "linear_attention" in (getattr(model_config, "layer_types", None) or [])
 
 
 @cache
@@ -132,20 +140,26 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     n.kept = getattr(torch, config.base_dtype).itemsize if n.lora else 4  # bytes of a parameter in its shard
     targets = config.lora_targets.split() if n.lora else []
     n.ranks = config.lora_rank * len(targets) if n.lora else 0  # in a layer's adapters
-    n.whole = n.layer = n.adapter = 0
+    n.layers = model_config.num_hidden_layers
+    n.whole = n.root = n.total = 0  # FSDP's units: each layer, and the root, which is the rest
+    layers, totals, adapters = ([0] * n.layers for _ in range(3))
     shapes = parameter_shapes(type(model_config), model_config.to_json_string())
     for name, shape in shapes.items():  # excludes a tied head
-        size = shape.numel() // (1 if "norm" in name else tp)
+        size = shape.numel() // (1 if "norm" in name or ".linear_attn." in name else tp)
         n.whole += size
-        if name.startswith("model.layers.0."):
-            n.layer += size
-            kind = name.split(".")[-2]
-            if kind in targets and name.endswith(".weight"):
-                split = 1 if kind in ("o_proj", "down_proj") else tp  # RowwiseParallel leaves adapters whole
-                n.adapter += config.lora_rank * sum(shape) / split
-    n.layers = model_config.num_hidden_layers
-    n.learning = n.layers * n.adapter if n.lora else n.whole  # numbers with gradients
-    n.root = n.whole - n.layers * n.layer  # FSDP's units: each layer, and the rest
+        n.total += shape.numel()
+        if not name.startswith("model.layers."):
+            n.root += size
+            continue
+        i = int(name.split(".")[2])
+        layers[i] += size
+        totals[i] += shape.numel()
+        kind = name.split(".")[-2]
+        if kind in targets and name.endswith(".weight"):
+            split = 1 if kind in ("o_proj", "down_proj") else tp  # RowwiseParallel leaves adapters whole
+            adapters[i] += config.lora_rank * sum(shape) / split
+    n.layer, n.bucket, n.adapter = max(layers), max(totals), max(adapters)  # those of hybrids differ
+    n.learning = sum(adapters) if n.lora else n.whole  # numbers with gradients
     n.vocab = model_config.vocab_size // tp
     n.hidden = model_config.hidden_size
     n.head = n.vocab * n.hidden
@@ -158,6 +172,14 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     n.keys = n.width * model_config.num_key_value_heads / tp
     n.head_norms = model_config.model_type == "qwen3"
     n.seen = keys_per_token(config)
+    n.hybrid = is_hybrid(model_config)
+    n.linear = model_config.layer_types.count("linear_attention") if n.hybrid else 0
+    if n.hybrid:  # each rank has these layers whole; SGLang splits them
+        n.linear_heads = model_config.linear_num_value_heads
+        n.linear_width = model_config.linear_key_head_dim
+        n.linear_values = n.linear_heads * model_config.linear_value_head_dim
+        n.channels = 2 * n.linear_width * model_config.linear_num_key_heads + n.linear_values
+        n.taps = model_config.linear_conv_kernel_dim
     return n
 
 
@@ -170,14 +192,45 @@ def keys_per_token(config: Config) -> float:
 
 
 def saved_by_layer(n: SimpleNamespace) -> float:
-    """Bytes per token that autograd saves in a layer, by operations of transformers' Qwen2 and Qwen3."""
-    norms = 2 * n.hidden * (4 + 2 * n.s)  # input in fp32; normalized; times the weight
-    norms += (n.queries + n.keys) * (4 + n.s) * n.head_norms  # the same; nothing needs their outputs
+    """Bytes per token that autograd saves in a layer, by operations of transformers' Qwens."""
+    norms = (n.queries + n.keys) * (4 + n.s) * n.head_norms  # as other norms; nothing needs their outputs
     copies = 1 if n.cuda and n.s == 2 else 2  # outputs: sdpa joins its pieces in a second one
+    if n.hybrid:  # norms normalize in fp32; outputs have gates
+        norms = 8 * (n.queries + n.keys) + 4 * n.queries * (n.s == 4)  # a copy of q alone, or with its gate
+        copies += 2
     attention = (1 + copies) * n.queries + 2 * n.seen * n.keys  # q, out, k, v
     attention = n.s * attention + 4 * n.queries / n.width  # lse
+    return norms + attention + beside_attention(n)
+
+
+def beside_attention(n: SimpleNamespace) -> float:
+    """Bytes per token that autograd saves in a layer's norms, adapters and MLP."""
+    norms = 2 * n.hidden * (8 + n.s if n.hybrid else 4 + 2 * n.s)  # input in fp32; normalized; output
     inside = n.s * n.ranks  # between A and B
-    return norms + attention + inside + 4 * n.s * n.mlp  # gate, its activation, up, their product
+    return norms + inside + 4 * n.s * n.mlp  # gate, its activation, up, their product
+
+
+def saved_by_linear_layer(n: SimpleNamespace) -> float:
+    """Bytes per token that autograd saves in a Gated DeltaNet layer.
+
+    On a GPU by fla-core 0.6.0, according to its code; on a CPU by transformers' own, as measured.
+    """
+    norm = (12 + 3 * n.s) * n.linear_values  # input, gate and its activation in fp32; three products
+    keys = n.linear_heads * n.linear_width  # a key for each value head
+    if n.cuda:
+        rule = n.s * (2 * keys + n.linear_values)
+        inverses = n.s * 64 * n.linear_heads  # [64, 64] for each chunk of 64 tokens
+        return norm + n.s * n.channels + rule + inverses + beside_attention(n)  # the convolution's input
+    rule = (16 + 8 * n.s) * keys + (8 + 2 * n.s) * n.linear_values + 4 * 5 * 64 * n.linear_heads
+    rule += 4 * n.linear_width * n.linear_values / 64  # a state per chunk
+    return norm + 2 * n.s * n.channels + rule + beside_attention(n)
+
+
+def state_bytes(n: SimpleNamespace, s: int) -> int:
+    """Bytes of one sequence's states in an engine: those of the delta rule in fp32."""
+    if not n.linear:
+        return 0
+    return n.linear * (s * (n.taps - 1) * n.channels + 4 * n.linear_width * n.linear_values)
 
 
 def logprob_bytes(n: SimpleNamespace, trained: int) -> float:
@@ -196,8 +249,9 @@ def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float,
         return 0, 0  # servers have GPUs of their own
     if config.engine == "sglang" and n.cuda:  # its memory saver frees all of it, CUDA graphs included
         return sglang_share(config) * room(config) + SGLANG_REST, 0
+    attending = n.layers - n.linear
     if config.engine == "sglang":  # on a CPU: a cache of 32768 tokens, and nothing is freed
-        size = n.s * (n.whole + 32768 * 2 * n.keys * n.layers)
+        size = n.s * (n.whole + 32768 * 2 * n.keys * attending)
         return size, size
     wave = -(-config.prompts_per_step // ranks) * config.group_size
     wave = LocalEngine.wave_size if config.eval_data else min(wave, LocalEngine.wave_size)
@@ -206,8 +260,9 @@ def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float,
     )  # keys and values of one layer
     growth = layer * (1 + n.queries / n.keys)  # a copy to grow, repeated for each query
     logits = wave * n.vocab * n.tp * (24 + n.s)  # logits, log-probs, exp, that and its sums in fp64
-    weights = n.s * n.whole * n.tp  # all of them, whatever tp is
-    return weights + n.layers * layer + max(growth, logits), weights
+    weights = n.s * n.total  # all of them, whatever tp is
+    states = wave * state_bytes(n, n.s)
+    return weights + states + attending * layer + max(growth, logits), weights
 
 
 def push_bytes(config: Config, n: SimpleNamespace) -> float:
@@ -217,7 +272,7 @@ def push_bytes(config: Config, n: SimpleNamespace) -> float:
     whole = n.s * n.root * n.tp
     cloned = gathered + whole + (n.s * n.head * n.tp if n.tp > 1 else 0)  # gathered over tp, one by one
     sent = whole * (1 if config.engine == "local" else 2)  # flattened for SGLang
-    return n.s * n.layer * n.tp + max(collective, cloned, sent)  # the bucket before, or its flat copy
+    return n.s * n.bucket + max(collective, cloned, sent)  # the bucket before, or its flat copy
 
 
 def completion_length(config: PlanConfig) -> int:
@@ -248,12 +303,12 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
     if config.kl_coef and not n.lora:
         moments["reference"] = 4 * n.whole / n.shards
     update = held | moments | {"engine": learns, "gradients": 4 * n.learning / n.shards}
-    saved = tokens * saved_by_layer(n)
-    kept = saved * n.layers
+    by_linear = saved_by_linear_layer(n) if n.linear else 0
+    kept = tokens * (n.linear * by_linear + (n.layers - n.linear) * saved_by_layer(n))
     again = 0
     if config.gradient_checkpointing:  # layers keep only their inputs, and are computed again one at a time
         kept = tokens * s * n.hidden * n.layers
-        again = saved
+        again = tokens * max(by_linear, saved_by_layer(n))
     last = tokens * (n.hidden * (4 + 2 * s) + 2 * s * n.width)  # the last norm; cosines and sines
     moment = tokens * max(20 * n.hidden, s * (2 * n.mlp + 3 * n.hidden))  # gradients inside a norm, or an MLP
     # The last gradients to be reduced are the root's: of embedding and head; or also in fp32; or reduced, on
@@ -283,7 +338,7 @@ def plan(config: Config, model_config, ranks: int, trained: float = 1.0) -> dict
         | {"under way": max(s * (n.root + n.head + n.embedding) + 4 * n.layer, (s + 4) * n.root, reduced)},
     }
     if config.dp_replicate > 1:  # FSDP keeps what it sums over the copies until the backward pass has ended
-        sums = 4 * (n.layers - 1) * (n.adapter if n.lora else n.layer) / n.shards
+        sums = 4 * (n.learning - (n.adapter if n.lora else n.root + n.layer)) / n.shards
         phases["first layer"] = phases["layers"] | {
             "gathered": s * (n.root + n.layer + n.adapter),
             "activations": again + moment,
@@ -310,8 +365,15 @@ def cached(config: PlanConfig, n: SimpleNamespace) -> float:
     """How many whole sequences SGLang's cache on a GPU holds; infinite for other engines."""
     if config.engine != "sglang" or not n.cuda:
         return math.inf
-    free = max(0, sglang_share(config) * room(config) - n.s * n.whole)
-    return free / (2 * n.s * n.keys * n.layers * longest(config))
+    free = max(0, sglang_share(config) * room(config) - n.s * n.total / n.tp)
+    kv = 2 * n.s * n.keys * (n.layers - n.linear) * longest(config)  # of a sequence
+    if not n.linear:
+        return free / kv
+    arguments = json.loads(config.sglang_args)
+    slots = 1 if arguments.get("disable_radix_cache") else SLOTS
+    pool = arguments.get("mamba_full_memory_ratio", 0.9)  # memory for states, as a share of that for the rest
+    states = slots * state_bytes(n, 2) / n.tp  # the convolution's in bfloat16, whatever --dtype is
+    return free / (1 + pool) * min(pool / states, 1 / kv)
 
 
 def fits(config: PlanConfig, model_config, **changes) -> bool:
@@ -386,7 +448,7 @@ def main():
         sys.exit(2)
     n = sizes(config, model_config, config.processes)
     print(
-        f"{config.model}: {n.whole * n.tp / 1e6:,.0f} M parameters on {config.processes} ranks (tp {n.tp}, "
+        f"{config.model}: {n.total / 1e6:,.0f} M parameters on {config.processes} ranks (tp {n.tp}, "
         f"{n.shards} shards), {config.dtype}, engine {config.engine}, "
         f"{config.tokens_per_micro_batch} tokens per pass\n\n{table(phases)}\n\n{LEGEND}"
     )

@@ -339,6 +339,9 @@ def host_seconds(config: PlanConfig, model_config, repeats: int = 5) -> float:
     heads = config.tp_size * 2
     tiny = {"hidden_size": 8 * heads, "intermediate_size": 8 * heads, "vocab_size": 64 * heads}
     tiny |= {"num_attention_heads": heads, "num_key_value_heads": config.tp_size, "head_dim": 8}
+    if plan.is_hybrid(model_config):
+        tiny |= {"linear_num_key_heads": heads, "linear_num_value_heads": heads}
+        tiny |= {"linear_key_head_dim": 8, "linear_value_head_dim": 8}
     small = type(model_config)(**model_config.to_dict() | tiny)
     sample = make_samples(replace(config, tokens_per_micro_batch=0, groups=0), small.vocab_size)[0]
     sample.tokens = sample.tokens[PROMPT - 2 : PROMPT + 6]
