@@ -93,7 +93,7 @@ def test_plan_counts_a_hybrid():
     )  # as for other models, with the largest layer
     assert phases["layers"]["gathered"] == 2 * (root + linear)
     split = planned("Qwen/Qwen3.5-0.8B", "--tp_size", "2", ranks=2)["rollout"]["parameters"]
-    kept = 18 * (linear - both + 2 * 1024) + 6 * (2 * 256 + 2 * 1024) + 1024  # linear layers and norms
+    kept = 18 * (4 * 6144 + 2 * 16 + 128 + 2 * 1024) + 6 * (2 * 256 + 2 * 1024) + 1024
     assert split == 4 * (kept + (whole - kept) / 2)
     # SGLang keeps 5 states per sequence in 9/19 of its cache: 18 layers with 3 inputs of 6144 channels in
     # bf16 and 16 heads of 128 x 128 in fp32. The rest is for keys and values of 6 layers, 512 per token each.

@@ -145,7 +145,8 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     layers, totals, adapters = ([0] * n.layers for _ in range(3))
     shapes = parameter_shapes(type(model_config), model_config.to_json_string())
     for name, shape in shapes.items():  # excludes a tied head
-        size = shape.numel() // (1 if "norm" in name or ".linear_attn." in name else tp)
+        is_whole = "norm" in name or (".linear_attn." in name and "_proj" not in name)
+        size = shape.numel() // (1 if is_whole else tp)
         n.whole += size
         n.total += shape.numel()
         if not name.startswith("model.layers."):
@@ -174,7 +175,7 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     n.seen = keys_per_token(config)
     n.hybrid = is_hybrid(model_config)
     n.linear = model_config.layer_types.count("linear_attention") if n.hybrid else 0
-    if n.hybrid:  # each rank has these layers whole; SGLang splits them
+    if n.hybrid:  # each rank computes these layers whole; SGLang splits them
         n.linear_heads = model_config.linear_num_value_heads
         n.linear_width = model_config.linear_key_head_dim
         n.linear_values = n.linear_heads * model_config.linear_value_head_dim
@@ -213,17 +214,19 @@ def beside_attention(n: SimpleNamespace) -> float:
 def saved_by_linear_layer(n: SimpleNamespace) -> float:
     """Bytes per token that autograd saves in a Gated DeltaNet layer.
 
-    On a GPU by fla-core 0.6.0, according to its code; on a CPU by transformers' own, as measured.
+    On a GPU by fla-core 0.6.0, according to its code; on a CPU by transformers' own, as measured. Convolution
+    and delta rule compute a shared prompt for each completion.
     """
     norm = (12 + 3 * n.s) * n.linear_values  # input, gate and its activation in fp32; three products
     keys = n.linear_heads * n.linear_width  # a key for each value head
     if n.cuda:
         rule = n.s * (2 * keys + n.linear_values)
         inverses = n.s * 64 * n.linear_heads  # [64, 64] for each chunk of 64 tokens
-        return norm + n.s * n.channels + rule + inverses + beside_attention(n)  # the convolution's input
+        inputs = n.s * n.channels  # of the convolution
+        return norm + n.seen * (inputs + rule + inverses) + beside_attention(n)
     rule = (16 + 8 * n.s) * keys + (8 + 2 * n.s) * n.linear_values + 4 * 5 * 64 * n.linear_heads
     rule += 4 * n.linear_width * n.linear_values / 64  # a state per chunk
-    return norm + 2 * n.s * n.channels + rule + beside_attention(n)
+    return norm + n.seen * (2 * n.s * n.channels + rule) + beside_attention(n)
 
 
 def state_bytes(n: SimpleNamespace, s: int) -> int:
@@ -255,9 +258,8 @@ def engine_bytes(config: Config, n: SimpleNamespace, ranks: int) -> tuple[float,
         return size, size
     wave = -(-config.prompts_per_step // ranks) * config.group_size
     wave = LocalEngine.wave_size if config.eval_data else min(wave, LocalEngine.wave_size)
-    layer = (
-        wave * (config.prompt_length + config.max_new_tokens) * 2 * n.s * n.keys * n.tp
-    )  # keys and values of one layer
+    length = config.prompt_length + config.max_new_tokens
+    layer = wave * length * 2 * n.s * n.keys * n.tp  # keys and values of one layer
     growth = layer * (1 + n.queries / n.keys)  # a copy to grow, repeated for each query
     logits = wave * n.vocab * n.tp * (24 + n.s)  # logits, log-probs, exp, that and its sums in fp64
     weights = n.s * n.total  # all of them, whatever tp is
