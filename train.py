@@ -77,7 +77,7 @@ class Config:
     """The settings of a run, each one a command-line flag; modules in extras/ add theirs."""
 
     # task and rollout
-    model: str = flag("Qwen/Qwen2.5-3B-Instruct", "folder or Hub name of a Qwen2, 2.5 or 3 model")
+    model: str = flag("Qwen/Qwen2.5-3B-Instruct", "folder or Hub name of a Qwen2, 2.5, 3 or 3.5 model")
     data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[512:]", "file or Hub name [:split]")
     eval_data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", "as for --data; empty: no evaluation")
     engine: str = flag("sglang" if GPU else "local", "sglang, local (for CPUs), or URLs of servers")

@@ -13,6 +13,9 @@ Sizes: T tokens of a micro-batch, K >= T with shared prompts repeated, C channel
 of a head's values.
 """
 
+import json
+import os
+import tempfile
 import warnings
 from dataclasses import replace
 from importlib.util import find_spec
@@ -30,6 +33,11 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from train import RANK, UserError
 
 INNER = "model.language_model."  # how names begin in a vision-language model; here with "model."
+SGLANG_CPU = {
+    "mamba_radix_cache_strategy": "no_buffer",  # the only one on a CPU, and not with overlap
+    "disable_overlap_schedule": True,
+    "max_mamba_cache_size": 512,  # sequences with a state; else these take most of the memory
+}
 # transformers replaces both by kernels, which have no CPU version, wherever these are installed.
 CONVOLVE = unwrap(qwen.causal_conv1d_fn)
 DELTA_RULE = unwrap(qwen.torch_chunk_gated_delta_rule)
@@ -136,33 +144,51 @@ class TextReader(dcp.HuggingFaceStorageReader):
         return super().prepare_local_plan(replace(plan, items=items))
 
 
+def text_config(path: str):
+    """The config of a folder's text model, complete by itself: transformers and SGLang load an export."""
+    whole = AutoConfig.from_pretrained(path)
+    text = whole.get_text_config()
+    text.tie_word_embeddings |= whole.tie_word_embeddings  # the flag may stand in either
+    if text.model_type == "qwen3_5_text":
+        text.architectures = ["Qwen3_5ForCausalLM"]
+        text.full_attention_interval = text.layer_types.index("full_attention") + 1  # all that SGLang reads
+    return text
+
+
 def adapt(model, path: str):
     """Prepares the empty model of a folder for packed samples, for tensor parallelism and for its weights."""
-    config = model.config
-    if config.model_type != "qwen3_5_text":
-        raise UserError(f"--model {path} is a {config.model_type}: of hybrids only Qwen3.5's are implemented")
+    complete = text_config(path)
+    if complete.model_type != "qwen3_5_text":
+        kind = complete.model_type
+        raise UserError(f"--model {path} is a {kind}: of hybrids only Qwen3.5's are implemented")
+    for name in ("tie_word_embeddings", "architectures", "full_attention_interval"):
+        setattr(model.config, name, getattr(complete, name))
     for layer in model.model.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.__class__ = PackedDeltaNet
-    config.tie_word_embeddings |= AutoConfig.from_pretrained(
-        path
-    ).tie_word_embeddings  # also in the wrapper's
-    config.architectures = [type(model).__name__]  # an inner config has none, and FSDP renames the class
-    config.full_attention_interval = config.layer_types.index("full_attention") + 1  # SGLang reads only this
     model.reader = TextReader(path)
     model.tensor_plan = TENSOR_PLAN
     warnings.filterwarnings("ignore", "Parallelize plan key")  # no layer has both kinds of attention
 
 
 def extend(trainer_class: type) -> type:
-    """A trainer that says what it leaves out of a hybrid, and exports the tokenizer that it has used."""
+    """A trainer that gives SGLang the text model alone, and exports the tokenizer that it has used."""
 
     class HybridTrainer(trainer_class):
         def __init__(self, config, *arguments):
-            text = AutoConfig.from_pretrained(config.model).get_text_config()
+            text = text_config(config.model)
             self.is_hybrid = "linear_attention" in getattr(text, "layer_types", ())
             if self.is_hybrid and config.device == "cuda" and not find_spec("fla"):
                 raise UserError(f"--model {config.model} requires kernels: pip install fla-core==0.6.0")
+            if self.is_hybrid and config.engine == "sglang":
+                os.environ["SGLANG_MAMBA_CONV_DTYPE"] = (
+                    config.dtype
+                )  # else the convolution's state is bfloat16
+                self.text_folder = tempfile.TemporaryDirectory()  # with a config alone: pushes bring weights
+                text.save_pretrained(self.text_folder.name)
+                options = {"model_path": self.text_folder.name, "load_format": "dummy"}
+                options |= SGLANG_CPU if config.device == "cpu" else {}
+                config.sglang_args = json.dumps(options | json.loads(config.sglang_args))
             super().__init__(config, *arguments)
             if self.is_hybrid and RANK == 0:
                 saved = self.actor.model.reader.read_metadata().state_dict_metadata
