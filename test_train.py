@@ -328,7 +328,9 @@ def check_gradients(inputs, outputs, all_cases: dict):
             assert record["gradients"].keys() == gradients.keys()
             for key, gradient in gradients.items():
                 difference = (record["gradients"][key] - gradient).abs().max()
-                assert difference < 1e-5 * gradient.abs().max(), key
+                # Few numbers, each a sum over all tokens of terms that cancel.
+                bound = 3e-5 if key.endswith(("A_log", "dt_bias")) else 1e-5
+                assert difference < bound * gradient.abs().max(), key
             assert (record["batches"] > 1) == (case[2] < 10**6)
 
 

@@ -77,7 +77,7 @@ class Config:
     """The settings of a run, each one a command-line flag; modules in extras/ add theirs."""
 
     # task and rollout
-    model: str = flag("Qwen/Qwen2.5-3B-Instruct", "folder or Hub name of a Qwen2, 2.5 or 3 model")
+    model: str = flag("Qwen/Qwen2.5-3B-Instruct", "folder or Hub name of a Qwen2, 2.5, 3 or 3.5 model")
     data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[512:]", "file or Hub name [:split]")
     eval_data: str = flag("Jiayi-Pan/Countdown-Tasks-3to4:train[:512]", "as for --data; empty: no evaluation")
     engine: str = flag("sglang" if GPU else "local", "sglang, local (for CPUs), or URLs of servers")
@@ -317,10 +317,8 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         torch.cuda.set_device(LOCAL_RANK)
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # both as SGLang sets them
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:  # without torchrun
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun
+    dist.init_process_group(backend, **{} if "RANK" in os.environ else alone)
     copies = config.dp_replicate
     shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
     mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
@@ -360,7 +358,11 @@ def empty_model(path: str):
     AttentionInterface.register("packed", packed_attention)
     config = AutoConfig.from_pretrained(path, attn_implementation="packed")
     with init_empty_weights():
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model.reader = dcp.HuggingFaceStorageReader(path)
+    if "linear_attention" in getattr(model.config, "layer_types", ()):  # it has a state that would leak
+        importlib.import_module("extras.hybrid").adapt(model, path)
+    return model
 
 
 def apply_tensor_parallel(model, mesh: DeviceMesh):
@@ -369,15 +371,14 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
         "model.embed_tokens": parallel.RowwiseParallel(input_layouts=Replicate()),  # by vocabulary
         "model.layers.*.self_attn.[qkv]_proj": parallel.ColwiseParallel(),  # whole heads
         "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(),
-        "model.layers.*.mlp.gate_proj": parallel.ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": parallel.ColwiseParallel(),
+        "model.layers.*.mlp.[gu]*_proj": parallel.ColwiseParallel(),  # gate and up
         "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
         "lm_head": parallel.ColwiseParallel(),
     }
-    if model.config.model_type == "qwen3":  # these norms see only this rank's heads, dimension 2
+    if any(name.endswith("q_norm") for name, _ in model.named_modules()):
         heads = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
-        plan |= {"model.layers.*.self_attn.q_norm": heads, "model.layers.*.self_attn.k_norm": heads}
-    parallel.parallelize_module(model, mesh, plan)
+        plan["model.layers.*.self_attn.[qk]_norm"] = heads  # they see only this rank's heads, dimension 2
+    parallel.parallelize_module(model, mesh, plan | getattr(model, "tensor_plan", {}))
 
     def to_dtensor(module, args, mesh):  # norms see whole activations; their weights are DTensors
         return (DTensor.from_local(args[0], mesh, [Replicate()], run_check=False),)
@@ -391,8 +392,7 @@ def shard(model, mesh: dict[str, DeviceMesh], config: Config):
     """Splits an empty model over the mesh; each rank has memory for its shards, not yet filled."""
     if config.tp_size > 1:
         apply_tensor_parallel(model, mesh["tp"])
-    if model.config.tie_word_embeddings:  # the meta device and tensor parallelism untie them
-        model.lm_head.weight = model.model.embed_tokens.weight
+    model.tie_weights()  # the meta device and tensor parallelism untie them
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     precision = MixedPrecisionPolicy(param_dtype=getattr(torch, config.dtype), reduce_dtype=torch.float32)
@@ -449,7 +449,7 @@ def policy_logprobs(model, batch: Batch, temperature: float, vocab_size: int, tp
 def load_policy(path: str, mesh: dict[str, DeviceMesh], config: Config, vocab_size: int):
     """A sharded model with the weights of a folder, and with a method `logprobs`."""
     model = shard(empty_model(path), mesh, config)
-    dcp.load(dict(model.named_parameters()), storage_reader=dcp.HuggingFaceStorageReader(path))
+    dcp.load(dict(model.named_parameters()), storage_reader=model.reader)
     fixed = {"temperature": config.temperature, "vocab_size": vocab_size, "tp": mesh["tp"]}
     model.logprobs = functools.partial(policy_logprobs, model, **fixed)
     register_fsdp_forward_method(model, "logprobs")  # FSDP gathers the root's weights for it

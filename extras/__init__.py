@@ -13,6 +13,7 @@ ORDER = (  # later ones wrap earlier ones
     "help",
     "wandb_log",
     "sglang_cpu",
+    "hybrid",
     "variants",
     "turns",
     "chat_template",

@@ -40,7 +40,7 @@ NOT_NEGATIVE = (
     "clip_low clip_high kl_coef entropy_coef tis_cap steps warmup_steps eval_every eval_temperature "
     "save_every reward_workers max_failures token_groups"
 ).split()
-FAMILIES = ("qwen2", "qwen3", "llama")  # Qwen2.5 has the type qwen2
+FAMILIES = ("qwen2", "qwen3", "qwen3_5_text", "llama")  # Qwen2.5 is a qwen2; a qwen3_5 has a qwen3_5_text
 FIRST_ROWS = 8  # rows that are turned into prompts before the run starts
 MAX_SKIPPED_STEPS = 5  # consecutive steps without a finite gradient
 GPU_FILE = Path("/dev/nvidia0")  # exists if the machine has a GPU and its driver
@@ -154,12 +154,13 @@ def check_model(config) -> tuple[str, int]:
     name = config.model
     with blaming(f"--model {name} is neither a model folder nor on the Hub"):
         path = name if Path(name).is_dir() else snapshot_download(name, allow_patterns=FILES)
-        found = AutoConfig.from_pretrained(path)
+        whole = AutoConfig.from_pretrained(path)
+    found = whole.get_text_config()
     if found.model_type not in FAMILIES:
         raise UserError(f"--model {name} is a {found.model_type}; it must be one of {', '.join(FAMILIES)}")
     if getattr(found, "use_sliding_window", False):
         raise UserError(f"--model {name} uses sliding-window attention, which is not implemented")
-    if getattr(found, "quantization_config", None):
+    if getattr(whole, "quantization_config", None):
         raise UserError(f"--model {name} is quantized; training needs the weights it was made from")
     for size in ("num_attention_heads", "num_key_value_heads", "vocab_size"):
         if (count := getattr(found, size)) % config.tp_size:
@@ -178,14 +179,13 @@ def check_weights(path: str):
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise UserError(f"--model {path} has no weights: no *.safetensors")
-    shapes = {}
     for file in files:
         with blaming(f"--model {path}: {file.name} is damaged; download it again"):
-            content = safe_open(file, "pt")
-            shapes |= {name: content.get_slice(name).get_shape() for name in content.keys()}
+            safe_open(file, "pt")
     model = empty_model(path)
+    saved = model.reader.read_metadata().state_dict_metadata
     for name, weight in model.named_parameters():
-        found = shapes.get(name, "missing")
+        found = [*saved[name].size] if name in saved else "missing"
         is_tied = name == "lm_head.weight" and model.config.tie_word_embeddings
         if found != [*weight.shape] and not (is_tied and found == "missing"):
             raise UserError(f"--model {path}: {name} is {found}; config.json asks for {[*weight.shape]}")

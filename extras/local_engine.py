@@ -8,12 +8,14 @@ Sizes: B sequences, t new tokens, T tokens in all, V vocabulary.
 """
 
 import asyncio
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 
@@ -52,20 +54,22 @@ AttentionInterface.register("local", attention)
 
 
 class Cache:
-    """Keys and values of `length` tokens, in one buffer [2, B, kv_heads, room, width] per layer.
+    """Keys and values of `length` tokens, in one buffer [2, B, kv_heads, room, width] per attention layer.
 
     The room is only slightly larger than the length. This saves memory, and time as well: a CPU reads short
     sequences twice as fast when they lie end to end without gaps, which is worth a copy every few tokens.
+    Linear-attention layers have states of a fixed size instead, one row per sequence.
     """
 
     def __init__(self):
-        self.buffers = []
+        self.buffers = {}
+        self.layers = defaultdict(LinearAttentionLayer)  # by number, as transformers' layers look them up
         self.length = 0
 
     def extend(self, t: int):
         """Makes room for the t tokens that `update` will bring: any number at first, then one at a time."""
         self.length += t
-        for i, buffer in enumerate(self.buffers):
+        for i, buffer in self.buffers.items():
             if buffer.shape[3] < self.length:
                 room = max(4, self.length // 16)
                 anything = buffer[:, :, :, :room]  # the content of the new room does not matter
@@ -73,8 +77,8 @@ class Cache:
 
     def update(self, keys, values, layer: int):
         """Stores a layer's new keys and values [B, kv_heads, t, width]; returns those of all tokens."""
-        if layer == len(self.buffers):
-            self.buffers.append(keys.new_empty(2, *keys.shape))
+        if layer not in self.buffers:
+            self.buffers[layer] = keys.new_empty(2, *keys.shape)
         start = self.length - keys.shape[2]
         all_keys, all_values = self.buffers[layer][:, :, :, : self.length]
         all_keys[:, :, start:] = keys
@@ -83,8 +87,22 @@ class Cache:
 
     def keep(self, rows: torch.Tensor):
         """Keeps only these of the B sequences; a row may be named several times."""
-        for i, buffer in enumerate(self.buffers):
+        for i, buffer in self.buffers.items():
             self.buffers[i] = buffer.index_select(1, rows)
+        for states in self.layers.values():
+            states.reorder_cache(rows)
+
+    def has_previous_state(self, layer: int, state_idx: int = 0) -> bool:
+        """Whether a linear-attention layer has seen tokens."""
+        return self.layers[layer].has_previous_state[state_idx]
+
+    def update_conv_state(self, inputs, layer: int, **options):
+        """Stores a layer's last inputs to its convolution; returns them after those before."""
+        return self.layers[layer].update_conv_state(inputs, **options)
+
+    def update_recurrent_state(self, states, layer: int):
+        """Stores a layer's recurrent states."""
+        return self.layers[layer].update_recurrent_state(states)
 
 
 @dataclass(eq=False)  # comparing arrays does not give a single bool
@@ -117,7 +135,13 @@ class LocalEngine:
         self.waiting = []
         self.server = None  # the task that decodes the waiting requests
         dtype = getattr(torch, config.dtype)
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="local")
+        found = AutoConfig.from_pretrained(path)
+        text = found.get_text_config()
+        text.tie_word_embeddings |= (
+            found.tie_word_embeddings
+        )  # of a vision-language model either has the flag
+        options = {"config": text, "dtype": dtype, "attn_implementation": "local"}
+        model = AutoModelForCausalLM.from_pretrained(path, **options)
         self.model = model.to(self.device).eval()
         stops = self.model.generation_config.eos_token_id or []
         self.stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
@@ -157,17 +181,19 @@ class LocalEngine:
                         request.future.set_exception(error)
 
     @torch.no_grad()  # not around decode: there it would end before the coroutine runs
-    def forward(self, ids, positions, bias, cache: Cache) -> torch.Tensor:
+    def forward(self, ids, positions, bias, cache: Cache, real=None) -> torch.Tensor:
         """Appends new ids [B, t] at positions [B, t] to the cache; returns the logits [B, V] of the next id.
 
         The bias [B, 1, t, T] over all T tokens then cached is 0 for visible tokens and very low elsewhere.
+        Padding must not enter the states of linear-attention layers: `real` [B, t] is False there.
         """
         cache.extend(ids.shape[1])
         body = self.model.model
         states = body.embed_tokens(ids)
         rotary = body.rotary_emb(states, positions)
         for layer in body.layers:  # one by one: body(...) would re-examine masks and options for every token
-            states = layer(states, attention_mask=bias, position_embeddings=rotary, past_key_values=cache)
+            mask = real if hasattr(layer, "linear_attn") else bias
+            states = layer(states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
         logits = self.model.lm_head(body.norm(states[:, -1]))
         return logits[:, : self.vocab_size]  # leaves out ids beyond the tokenizer's
 
@@ -192,7 +218,7 @@ class LocalEngine:
         seen = real[:, None, None] & torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
         lowest = torch.finfo(self.model.dtype).min  # -inf would turn padding, which sees no token, into NaN
         bias = torch.zeros_like(seen, dtype=self.model.dtype).masked_fill_(~seen, lowest)
-        logits = self.forward(padded.clamp(min=0), positions, bias, cache)
+        logits = self.forward(padded.clamp(min=0), positions, bias, cache, real)
         rows = torch.tensor([unique[ids.tobytes()] for ids in prompts], device=self.device)
         cache.keep(rows)
         return logits[rows], positions[rows, -1:], bias[rows, :, -1:], cache

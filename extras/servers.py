@@ -199,7 +199,7 @@ class ServerEngine:
         self.version = 0
         self.loop = asyncio.new_event_loop()
         self.rank, self.ranks = mesh["tp"].get_local_rank(), mesh["tp"].size()
-        self.vocab_size = AutoConfig.from_pretrained(path).vocab_size
+        self.vocab_size = AutoConfig.from_pretrained(path).get_text_config().vocab_size
         self.reported: set[str] = set()  # servers whose loss was printed
         # Explicit, because a server may have other defaults.
         self.sampling = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}

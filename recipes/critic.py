@@ -45,7 +45,7 @@ def load_critic(path: str, mesh: dict, config):
     register_fsdp_forward_method(model, "values")
     weights = dict(model.named_parameters())
     weights.pop("value_head.weight").data.zero_()  # it predicts 0 at first
-    train.dcp.load(weights, storage_reader=train.dcp.HuggingFaceStorageReader(path))
+    train.dcp.load(weights, storage_reader=model.reader)
     return model
 
 

@@ -28,6 +28,7 @@ from recipes.problems import ProblemDataset, reward_fn
 from train import RANK, Actor, Config, Trainer, UserError, empty_model, flag, main, policy_logprobs, shard
 
 TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+HYBRID_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # further ones by default, not the small gates
 
 
 @dataclass
@@ -65,6 +66,8 @@ def add_adapters(model, config: LoRAConfig):
     rank, targets = config.lora_rank, config.lora_targets.split()
     layers = [(name.split(".")[-1], m) for name, m in model.model.named_modules() if isinstance(m, Linear)]
     known = dict.fromkeys(kind for kind, _ in layers)
+    if config.lora_targets == TARGETS:
+        targets += [kind for kind in HYBRID_TARGETS if kind in known]
     if not targets or not set(targets) <= known.keys():
         raise UserError(f"--lora_targets must be some of {' '.join(known)}, not {config.lora_targets!r}")
     for layer in [layer for kind, layer in layers if kind in targets]:
@@ -116,7 +119,8 @@ class LoRAActor(Actor):
         whole = {name: weight.full_tensor().detach().cpu() for name, weight in self.parameters.items()}
         config = self.config
         content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": config.model}
-        content |= {"target_modules": config.lora_targets.split(), "lora_alpha": config.lora_alpha}
+        targets = sorted({name.split(".")[-2] for name in self.parameters})
+        content |= {"target_modules": targets, "lora_alpha": config.lora_alpha}
         if RANK == 0:
             adapter = folder.parent / "adapter"
             adapter.mkdir(exist_ok=True)
@@ -137,7 +141,7 @@ class LoRATrainer(Trainer):
         if not hasattr(self, "actor"):
             model = shard(add_adapters(empty_model(self.path), self.config), self.mesh, self.config)
             saved = {name: weight for name, weight in model.named_parameters() if "lora_" not in name}
-            dcp.load(saved, storage_reader=dcp.HuggingFaceStorageReader(self.path))
+            dcp.load(saved, storage_reader=model.reader)
             start_adapters(model, self.config.seed)
             sizes = {"vocab_size": self.engine.vocab_size, "tp": self.mesh["tp"]}
             model.logprobs = partial(policy_logprobs, model, temperature=self.config.temperature, **sizes)

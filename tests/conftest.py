@@ -40,7 +40,10 @@ TINY = HERE / "assets/tiny"
 COUNTDOWN = HERE / "assets/countdown"
 TEMPERATURE = 0.8  # of the log-probs that are compared with plain ones
 GREETING = [{"role": "user", "content": "hi"}]
-FORMS = ("qwen2-tied", "qwen2-untied", "qwen3-tied", "qwen3-untied")  # of random models
+KINDS = ("qwen2", "qwen3", "qwen3_5")
+FORMS = tuple(f"{kind}-{form}" for kind in KINDS for form in ("tied", "untied"))  # of random models
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2}
+HYBRID |= {"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
 VOCAB = 500  # ids that the random models may use; their embeddings have 512 rows
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 SGLANG_CPU = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / ".ci/sglang_cpu")}  # its environment
@@ -84,12 +87,14 @@ def random_model(folder: Path, kind: str = "qwen3", tied: bool = True, **options
     torch.manual_seed(0)
     sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    sizes |= {"head_dim": 8} if kind == "qwen3" else {}
-    config = AutoConfig.for_model(kind, **sizes | options, tie_word_embeddings=tied)
+    sizes |= {"qwen3": {"head_dim": 8}, "qwen3_5": HYBRID}.get(kind, {})
+    model_type = "qwen3_5_text" if kind == "qwen3_5" else kind
+    config = AutoConfig.for_model(model_type, **sizes | options, tie_word_embeddings=tied)
     model = AutoModelForCausalLM.from_config(config)
+    scale = 0.2 if kind == "qwen3_5" else 0.3  # a recurrence amplifies rounding
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(("norm" in name) + 0.3 * torch.randn_like(parameter))
+            parameter.copy_(("norm" in name) + scale * torch.randn_like(parameter))
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder

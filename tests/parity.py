@@ -33,7 +33,7 @@ from tests.conftest import (
     parse_flags,
 )
 
-ADAPTED = ("qwen2-tied", "qwen3-untied")  # also with adapters
+ADAPTED = ("qwen2-tied", "qwen3-untied", "qwen3_5-tied")  # also with adapters
 # Processes -> cases of (tensor-parallel size, copies of the model, tokens per micro-batch, checkpointing).
 CASES = {
     1: [(1, 1, 10**6, False), (1, 1, 60, True), (1, 1, 30, False)],

@@ -44,8 +44,9 @@ def test_sample_tokens_inverts_the_distribution_function():
     assert ids.item() == 3 and logprobs.item() == pytest.approx(math.log(0.5), rel=1e-5)
 
 
-def test_engine_agrees_with_transformers_and_with_itself(tmp_path, tokenizer):
-    folder = random_model(tmp_path)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_engine_agrees_with_transformers_and_with_itself(tmp_path, tokenizer, kind):
+    folder = random_model(tmp_path, kind)
     engine = make_engine(folder, tokenizer)
     engine.vocab_size = VOCAB  # as plain_logprobs has it
     model = AutoModelForCausalLM.from_pretrained(folder)

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.conftest import COUNTDOWN, HERE, TINY, run
+from tests.conftest import COUNTDOWN, HERE, TINY, random_model, run
 
 SMALL = ["--model", str(TINY), "--data", str(COUNTDOWN / "train.jsonl"), "--steps", "1", "--eval_every", "0"]
 SMALL += ["--prompts_per_step", "4", "--group_size", "2", "--max_new_tokens", "8", "--device", "cpu"]
@@ -38,6 +38,7 @@ CASES = {
     "too_long": [*SMALL, "--max_new_tokens", "1020", "--output_dir", "long"],
     "group_of_1": [*SMALL, "--group_size", "1", "--output_dir", "one"],
     "trains": [*SMALL, "--output_dir", "run"],
+    "hybrid": [*SMALL, "--model", "hybrid"],
     "again": [*SMALL, "--output_dir", "run"],
 }
 
@@ -49,6 +50,7 @@ def lone(tmp_path_factory):
     (folder / "extras").mkdir()
     for name in ("train.py", "rewards.py", "extras/local_engine.py"):
         shutil.copy(HERE / name, folder / name)
+    random_model(folder / "hybrid", "qwen3_5", max_position_embeddings=1024)
     (folder / "cases.json").write_text(json.dumps(CASES))
     done = run("-c", DRIVER, cwd=folder, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,6 +66,7 @@ def lone(tmp_path_factory):
         ("bare_data", "no GPU, and no assets/embedded.json for CPUs: set --model and --data"),
         ("too_long", "all prompts are too long for the model's context: lower --max_new_tokens"),
         ("group_of_1", "--group_size must be 2 or more"),
+        ("hybrid", "No module named 'extras.hybrid'"),
         ("again", "--output_dir run already holds a run"),
     ],
 )
@@ -71,7 +74,7 @@ def test_a_mistake_ends_in_one_line_and_code_2(lone, name, said):
     code, screen = lone[1][name]
     (line,) = [line for line in screen.splitlines() if line.startswith("train.py: ")]
     assert said in line and code == 2 and "Traceback" not in screen
-    if name not in ("too_long", "group_of_1", "again"):  # these start a run first
+    if name not in ("too_long", "group_of_1", "hybrid", "again"):  # these start a run first
         assert screen.strip() == line
 
 

@@ -105,8 +105,8 @@ def test_the_actor_is_back_after_a_rollout_that_a_signal_ends(make_fake):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_layers_compute_the_same(mesh, tmp_path, monkeypatch, recompute):
+@pytest.mark.parametrize("kind, recompute", [("qwen2", False), ("qwen2", True), ("qwen3_5", True)])
+def test_compiled_layers_compute_the_same(mesh, tmp_path, monkeypatch, kind, recompute):
     plain_compile = torch.nn.Module.compile
 
     def graphs_only(module, **options):  # without minutes of making kernels of them
@@ -114,7 +114,7 @@ def test_compiled_layers_compute_the_same(mesh, tmp_path, monkeypatch, recompute
         plain_compile(module, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch.nn.Module, "compile", graphs_only)
-    folder = str(random_model(tmp_path, "qwen2"))
+    folder = str(random_model(tmp_path, kind))
     config = Config(model=folder, device="cpu", dtype="float32", gradient_checkpointing=recompute)
     plain = make_trainer(config, mesh)
     compiled = make_trainer(config, mesh)

@@ -99,8 +99,9 @@ def test_shared_equal_plain_log_probs_and_gradients(mesh, tmp_path, name, budget
     assert (gradient - plain_gradient).norm() < 1e-5 * plain_gradient.norm() > 0
 
 
-def test_a_critic_sees_the_same_states(mesh, tmp_path):
-    folder = random_model(tmp_path, "qwen3", True)
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_5"])
+def test_a_critic_sees_the_same_states(mesh, tmp_path, kind):
+    folder = random_model(tmp_path, kind)
     critic = load_critic(str(folder), mesh, Config(device="cpu"))
     torch.nn.init.normal_(critic.value_head.weight.to_local())
     samples = grouped_samples()

@@ -1,7 +1,8 @@
 """Make the tiny Qwen3 that ships in `assets/`: its tokenizer, its countdown problems and its warmed-up
 weights.
 
-    python -m tools.make_tiny  # everything, from scratch: about half an hour on one CPU core
+    python -m tools.make_tiny           # everything, from scratch: about half an hour on one CPU core
+    python -m tools.make_tiny --hybrid  # a Qwen3.5 of the same size with the same tokenizer, in tiny_hybrid/
 
 The problem is countdown with three different numbers: reach the target with + and -, each number used
 once. There are four ways to do so without going below zero, and the model has learned, from random traces,
@@ -32,7 +33,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config
 
 import rewards
 from train import COUNTDOWN
@@ -46,6 +47,13 @@ VERDICTS = [" no", " yes"]
 STOP = 0.4  # probability that a trace stops after an attempt
 VERDICT_WEIGHT = 8  # of the loss of a verdict
 RESULT_WEIGHT = 4  # of the loss of the result of a sum
+HYBRID = {  # of a Qwen3.5, with the proportions of the published ones
+    "intermediate_size": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 # Pieces of text that never change: the tokenizer keeps each of them whole, so that each becomes one token.
 PHRASES = [
     *re.split(r"{target}|{nums}", COUNTDOWN.replace("{nums}", "[{nums}]")),
@@ -129,12 +137,11 @@ def render(tokenizer, row):
 
 
 # ------------------------------------------------------------------------- the warm-up --------------------
-def make_model(tokenizer, hidden, layers):
-    """A Qwen3 of random weights, four heads on two key-value heads, embeddings tied."""
-    config = Qwen3Config(
+def make_model(tokenizer, hidden, layers, config_class=Qwen3Config, **options):
+    """A Qwen3 of random weights, four heads on two key-value heads, embeddings tied; or another Qwen."""
+    config = config_class(
         vocab_size=math.ceil(len(tokenizer) / 8) * 8,
         hidden_size=hidden,
-        intermediate_size=3 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -145,17 +152,18 @@ def make_model(tokenizer, hidden, layers):
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **{"intermediate_size": 3 * hidden} | options,
     )
-    return Qwen3ForCausalLM(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def weighted_loss(model, ids, start, weights):
-    """The sum of weighted token losses over completions of equally long rows, and of their weights."""
+    """The mean of weighted token losses over the completions in rows that are padded on the right."""
     hidden = model.model(ids[:, :-1], use_cache=False).last_hidden_state[:, start - 1 :]
     labels = ids[:, start:]
     losses = F.cross_entropy(model.lm_head(hidden).flatten(0, 1), labels.flatten(), reduction="none")
     scale = weights["of"][labels] * weights["after"][ids[:, start - 1 : -1]]
-    return (losses * scale.flatten()).sum(), scale.sum()
+    return (losses * scale.flatten()).sum() / scale.sum()
 
 
 def warm_up(model, tokenizer, rows, steps, seed, batch=256, lr=2e-3):
@@ -170,6 +178,7 @@ def warm_up(model, tokenizer, rows, steps, seed, batch=256, lr=2e-3):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
     weights = {"of": torch.ones(model.config.vocab_size), "after": torch.ones(model.config.vocab_size)}
     weights["of"][tokenizer("".join(VERDICTS))["input_ids"]] = VERDICT_WEIGHT
+    weights["of"][tokenizer.pad_token_id] = 0
     weights["after"][tokenizer(" = ")["input_ids"]] = RESULT_WEIGHT
     start = len(tokenizer(render(tokenizer, rows[0]))["input_ids"])
     began = time.time()
@@ -178,11 +187,8 @@ def warm_up(model, tokenizer, rows, steps, seed, batch=256, lr=2e-3):
         for row in rng.choices(rows, k=batch):
             prompt = render(tokenizer, {**row, "nums": rng.sample(row["nums"], 3)})
             texts.append(prompt + trace(row, rng))
-        by_length = {}
-        for ids in tokenizer(texts)["input_ids"]:
-            by_length.setdefault(len(ids), []).append(ids)
-        sums = [weighted_loss(model, torch.tensor(ids), start, weights) for ids in by_length.values()]
-        loss = sum(s for s, _ in sums) / sum(n for _, n in sums)
+        ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        loss = weighted_loss(model, ids, start, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -209,6 +215,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--output", type=Path, default=Path("assets"), help="for tiny/ and countdown/")
     parser.add_argument("--steps", type=int, default=1800, help="supervised steps")
+    parser.add_argument("--batch", type=int, default=256, help="traces per step")
+    parser.add_argument("--hybrid", action="store_true", help="three Gated DeltaNet layers and one attention")
     parser.add_argument("--seed", type=int, default=0, help="of problems, weights and traces")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
@@ -219,13 +227,17 @@ def main():
     for name, rows in (("train", train), ("test", test)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, hidden=128, layers=3)
+    if args.hybrid:
+        model = make_model(tokenizer, 128, 4, Qwen3_5TextConfig, **HYBRID)
+    else:
+        model = make_model(tokenizer, 128, 3)
     print(
         f"{len(train)} + {len(test)} problems, {len(tokenizer)} tokens, {model.num_parameters()} parameters"
     )
-    warm_up(model, tokenizer, train, args.steps, args.seed)
-    model.save_pretrained(args.output / "tiny")
-    tokenizer.save_pretrained(args.output / "tiny")
+    warm_up(model, tokenizer, train, args.steps, args.seed, args.batch)
+    place = args.output / ("tiny_hybrid" if args.hybrid else "tiny")
+    model.save_pretrained(place)
+    tokenizer.save_pretrained(place)
     for sample in (True, False):
         print("sampled" if sample else "greedy", f"{solved(model, tokenizer, test, sample):.3f}")
 

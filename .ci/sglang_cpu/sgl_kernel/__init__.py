@@ -3,6 +3,8 @@
 sglang imports it where it runs on a CPU; so it also sees to what sglang asks of torch there.
 """
 
+from importlib import import_module
+
 import torch
 
 get_device_module = torch.get_device_module
@@ -23,6 +25,18 @@ def assign_req_to_token_pool_cpu(req_pool_indices, req_to_token, start, end, out
     for request, first, last in zip(req_pool_indices.tolist(), start.tolist(), end.tolist()):
         req_to_token[request, first:last] = out_cache_loc[used : used + last - first]
         used += last - first
+
+
+def operator(name: str):
+    """A function of mamba.py, which imports sglang and so cannot be imported with this file."""
+    return lambda *args, **kwargs: getattr(import_module("sgl_kernel.mamba"), name)(*args, **kwargs)
+
+
+for name in (  # sglang looks them up as it imports its Qwen3.5
+    "fused_gdn_gating fused_sigmoid_gating_delta_rule_update fused_qkvzba_split_reshape_cat_contiguous "
+    "fused_qk_gemma_rmsnorm fused_qk_gemma_rmsnorm_with_gate fused_sigmoid_mul fused_rmsnorm_gated"
+).split():
+    setattr(torch.ops.sgl_kernel, f"{name}_cpu", operator(f"{name}_cpu"))
 
 
 def __getattr__(name):
