@@ -317,8 +317,10 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         torch.cuda.set_device(LOCAL_RANK)
         os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # both as SGLang sets them
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # without torchrun
-    dist.init_process_group(backend, **{} if "RANK" in os.environ else alone)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:  # without torchrun
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     copies = config.dp_replicate
     shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
     mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))

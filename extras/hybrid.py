@@ -181,14 +181,13 @@ def extend(trainer_class: type) -> type:
             if self.is_hybrid and config.device == "cuda" and not find_spec("fla"):
                 raise UserError(f"--model {config.model} requires kernels: pip install fla-core==0.6.0")
             if self.is_hybrid and config.engine == "sglang":
-                os.environ["SGLANG_MAMBA_CONV_DTYPE"] = (
-                    config.dtype
-                )  # else the convolution's state is bfloat16
+                os.environ["SGLANG_MAMBA_CONV_DTYPE"] = config.dtype  # else bfloat16, whatever --dtype is
                 self.text_folder = tempfile.TemporaryDirectory()  # with a config alone: pushes bring weights
                 text.save_pretrained(self.text_folder.name)
-                options = {"model_path": self.text_folder.name, "load_format": "dummy"}
-                options |= SGLANG_CPU if config.device == "cpu" else {}
-                config.sglang_args = json.dumps(options | json.loads(config.sglang_args))
+                options = SGLANG_CPU if config.device == "cpu" else {}
+                options = options | json.loads(config.sglang_args)  # of a resumed run, with its folder
+                options |= {"model_path": self.text_folder.name, "load_format": "dummy"}
+                config.sglang_args = json.dumps(options)
             super().__init__(config, *arguments)
             if self.is_hybrid and RANK == 0:
                 saved = self.actor.model.reader.read_metadata().state_dict_metadata

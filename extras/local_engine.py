@@ -137,9 +137,7 @@ class LocalEngine:
         dtype = getattr(torch, config.dtype)
         found = AutoConfig.from_pretrained(path)
         text = found.get_text_config()
-        text.tie_word_embeddings |= (
-            found.tie_word_embeddings
-        )  # of a vision-language model either has the flag
+        text.tie_word_embeddings |= found.tie_word_embeddings  # of a vision-language model either has it
         options = {"config": text, "dtype": dtype, "attn_implementation": "local"}
         model = AutoModelForCausalLM.from_pretrained(path, **options)
         self.model = model.to(self.device).eval()

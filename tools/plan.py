@@ -94,9 +94,8 @@ def find_config(name: str):
         model_config = known_config(name) or AutoConfig.from_pretrained(name).get_text_config()
     except Exception as error:
         raise UserError(f"--model {name} is neither a model folder nor on the Hub: {brief(error)}") from error
-    known = (*FAMILIES, "qwen3_5_text")
-    if model_config.model_type not in known:
-        families = ", ".join(known)
+    if model_config.model_type not in FAMILIES:
+        families = ", ".join(FAMILIES)
         raise UserError(f"--model {name} is a {model_config.model_type}; it must be one of {families}")
     return model_config
 
