@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 import train
-from extras import head, offload, variants
+from extras import head, hybrid, offload, variants
 from extras.compile import compile_layers
 from extras.shared_prompts import SharedBatch
 from recipes import lora
@@ -161,6 +161,29 @@ def fake_processes(config: PlanConfig, model_config):
         dist.destroy_process_group()
 
 
+class FakeKernels(torch.autograd.Function):
+    """Convolution and delta rule of a linear layer, as extras/hybrid.py has them of fla-core 0.6.0.
+
+    Nothing is computed; what these keep for their backward pass is kept (its code has it so).
+    """
+
+    @staticmethod
+    def forward(ctx, qkv, decay, beta, weight, layer):
+        heads, tokens = layer.num_v_heads, qkv.shape[1]
+        numbers = heads * (2 * layer.head_k_dim + layer.head_v_dim + 64)  # q, k, v; inverses of chunks
+        ctx.save_for_backward(qkv, decay, beta, weight, qkv.new_empty(tokens, numbers))
+        return qkv.new_empty(1, tokens, heads, layer.head_v_dim)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return *map(torch.empty_like, ctx.saved_tensors[:4]), None
+
+
+def fake_kernels(layer, qkv, decay, beta, bounds, longest) -> torch.Tensor:
+    """In place of PackedDeltaNet.by_rows."""
+    return FakeKernels.apply(qkv, decay, beta, hybrid.local(layer.conv1d.weight), layer)
+
+
 @contextmanager
 def fake_machine(recorder: Recorder, mode: FakeTensorMode):
     """Runs train.py's code for GPUs on fake tensors."""
@@ -209,6 +232,7 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
                 stack.enter_context(patch.object(DeviceMesh, name, outside_of_fake(method)))
         for owner, name, substitute in (
             (train, "packed_attention", gpu_attention),
+            (hybrid.PackedDeltaNet, "by_rows", fake_kernels),
             (model_class, "from_config", outside_of_fake(model_class.from_config)),
             (lora, "add_adapters", outside_of_fake(lora.add_adapters)),
             (train.dcp, "load", lambda *args, **options: None),  # there are no weights
