@@ -333,6 +333,7 @@ def test_a_run_with_sglang_and_an_evaluation_of_its_export(tmp_path, tp_size):
     history = history_of(tmp_path / "run", *flags, processes=tp_size, **environment)
     assert all(record["logprob_diff"] < 1e-5 and record["grad_norm"] > 0 for record in history[1:])
     assert history[1]["reward"] > 0 and history[1]["failures"] == 0
-    flags = [*common, "--steps", 0, "--model", tmp_path / "run/model"]
-    exported = history_of(tmp_path / "export", *flags, processes=tp_size, **environment)
-    assert exported[0]["eval_score"] == history[2]["eval_score"] > 0
+    if tp_size == 1:
+        flags = [*common, "--steps", 0, "--model", tmp_path / "run/model"]
+        exported = history_of(tmp_path / "export", *flags, **environment)
+        assert exported[0]["eval_score"] == history[2]["eval_score"] > 0
