@@ -19,17 +19,23 @@ from extras import checkpoint, checks, hybrid, monitor
 from extras.local_engine import LocalEngine
 from extras.shared_prompts import SharedBatch
 from tests.conftest import (
+    COUNTDOWN,
+    HERE,
+    SGLANG_CPU,
     VOCAB,
     Config,
     VariantTrainer,
     make_trainer,
+    needs_sglang,
     plain_logprobs,
     plain_update,
     random_model,
+    read_rows,
+    run,
     some_samples,
 )
 from tests.parity import COMMON, LOSSES, update
-from tests.runs import EQUAL, differences
+from tests.runs import EQUAL, differences, read_samples
 from train import Batch, Sample, UserError
 
 VISION = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1, "out_hidden_size": 32}
@@ -272,3 +278,62 @@ def test_a_resumed_run_equals_its_run_to_the_bit(whole, tmp_path, monkeypatch):
     whole(output_dir=str(folders[0]), **flags).fit()
     whole(output_dir=str(folders[1]), resume=str(folders[0] / "checkpoint-2"), **flags).fit()
     assert differences(*folders) == EQUAL
+
+
+TINY_HYBRID = HERE / "assets/tiny_hybrid"
+JOB = ["--model", TINY_HYBRID, "--data", COUNTDOWN / "train.jsonl", "--max_new_tokens", 64]
+
+
+def history_of(folder, *flags, processes: int = 0, **environment) -> list[dict]:
+    """The metrics of a run that trains the tiny hybrid."""
+    flags = [*JOB, "--output_dir", folder, *flags]
+    done = run("train.py", *flags, processes=processes, timeout=500, **environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read_rows(folder / "metrics.jsonl")
+
+
+@pytest.mark.slow
+def test_the_tiny_hybrid_learns(tmp_path):
+    flags = [
+        "--steps",
+        15,
+        "--prompts_per_step",
+        32,
+        "--updates_per_step",
+        2,
+        "--lr",
+        2e-4,
+        "--eval_every",
+        15,
+    ]
+    flags += ["--eval_data", f"{COUNTDOWN}/test.jsonl:train[:128]", "--gradient_checkpointing", False]
+    history = history_of(tmp_path, *flags)
+    assert history[15]["eval_score"] > history[0]["eval_score"] + 0.15
+    assert np.mean([record["reward"] for record in history[13:]]) > history[1]["reward"] + 0.1
+    assert all(record["logprob_diff"] < 1e-5 for record in history[1:])
+
+
+@pytest.mark.slow
+def test_samples_do_not_depend_on_the_ranks(tmp_path):
+    flags = ["--steps", 2, "--prompts_per_step", 8, "--group_size", 4, "--eval_every", 0, "--lr", 1e-4]
+    for name, processes, tp_size in (("one", 0, 1), ("two", 2, 1), ("tp", 2, 2)):
+        history_of(tmp_path / name, *flags, "--tp_size", tp_size, processes=processes)
+    one, two, tp = (read_samples(tmp_path / name) for name in ("one", "two", "tp"))
+    texts = [[(sample["key"], sample["text"]) for sample in samples] for samples in (one, two, tp)]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 2 * 8 * 4
+
+
+@needs_sglang
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_run_with_sglang_and_an_evaluation_of_its_export(tmp_path, tp_size):
+    environment = SGLANG_CPU | {"SGLANG_CPU_OMP_THREADS_BIND": "|".join("01"[:tp_size])}
+    common = ["--engine", "sglang", "--tp_size", tp_size, "--device", "cpu", "--dtype", "float32"]
+    common += ["--eval_data", f"{COUNTDOWN}/test.jsonl:train[:16]", "--eval_every", 2]
+    flags = [*common, "--steps", 2, "--prompts_per_step", 8, "--group_size", 8, "--lr", 1e-4]
+    history = history_of(tmp_path / "run", *flags, processes=tp_size, **environment)
+    assert all(record["logprob_diff"] < 1e-5 and record["grad_norm"] > 0 for record in history[1:])
+    assert history[1]["reward"] > 0 and history[1]["failures"] == 0
+    if tp_size == 1:
+        flags = [*common, "--steps", 0, "--model", tmp_path / "run/model"]
+        exported = history_of(tmp_path / "export", *flags, **environment)
+        assert exported[0]["eval_score"] == history[2]["eval_score"] > 0

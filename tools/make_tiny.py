@@ -1,8 +1,8 @@
 """Make the tiny Qwen3 that ships in `assets/`: its tokenizer, its countdown problems and its warmed-up
 weights.
 
-    python -m tools.make_tiny           # everything, from scratch: about half an hour on one CPU core
-    python -m tools.make_tiny --hybrid  # a Qwen3.5 of the same size with the same tokenizer, in tiny_hybrid/
+    python -m tools.make_tiny  # everything, from scratch: about half an hour on one CPU core
+    python -m tools.make_tiny --hybrid --steps 900 --batch 64  # a Qwen3.5 instead, in tiny_hybrid/: as long
 
 The problem is countdown with three different numbers: reach the target with + and -, each number used
 once. There are four ways to do so without going below zero, and the model has learned, from random traces,
@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3_5TextConfig, Qwen3Config
 
 import rewards
@@ -187,7 +188,8 @@ def warm_up(model, tokenizer, rows, steps, seed, batch=256, lr=2e-3):
         for row in rng.choices(rows, k=batch):
             prompt = render(tokenizer, {**row, "nums": rng.sample(row["nums"], 3)})
             texts.append(prompt + trace(row, rng))
-        ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
+        rows_of_ids = [torch.tensor(ids) for ids in tokenizer(texts)["input_ids"]]
+        ids = pad_sequence(rows_of_ids, batch_first=True, padding_value=tokenizer.pad_token_id)
         loss = weighted_loss(model, ids, start, weights)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
