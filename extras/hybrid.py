@@ -23,6 +23,8 @@ from inspect import unwrap
 
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
+from packaging.version import Version
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, parallel
 from torch.func import functional_call
 from torch.nn.functional import softplus
@@ -33,6 +35,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from train import RANK, UserError
 
 INNER = "model.language_model."  # how names begin in a vision-language model; here with "model."
+OLDEST = Version("5.19")  # of transformers; other models need less
 SGLANG_CPU = {
     "mamba_radix_cache_strategy": "no_buffer",  # the only one on a CPU, and not with overlap
     "disable_overlap_schedule": True,
@@ -161,6 +164,8 @@ def adapt(model, path: str):
     if complete.model_type != "qwen3_5_text":
         kind = complete.model_type
         raise UserError(f"--model {path} is a {kind}: of hybrids only Qwen3.5's are implemented")
+    if Version(transformers.__version__) < OLDEST:
+        raise UserError(f"--model {path} requires transformers {OLDEST} or newer: its caches have changed")
     for name in ("tie_word_embeddings", "architectures", "full_attention_interval"):
         setattr(model.config, name, getattr(complete, name))
     for layer in model.model.layers:

@@ -260,6 +260,12 @@ def test_a_run_from_a_wrapper_exports_a_model_and_a_tokenizer_that_agree(whole, 
 
 def test_what_cannot_work_ends_in_one_line(tmp_path, monkeypatch):
     folder = random_model(tmp_path / "hybrid", "qwen3_5")
+    with (
+        monkeypatch.context() as older,
+        pytest.raises(UserError, match="requires transformers 5.19 or newer"),
+    ):
+        older.setattr(hybrid.transformers, "__version__", "5.12.0")
+        train.empty_model(str(folder))
     with pytest.raises(UserError, match="requires kernels: pip install fla-core"):
         HybridTrainer(Config(model=str(folder), device="cuda"))
     config = json.loads((folder / "config.json").read_text()) | {"model_type": "qwen3_next", "num_experts": 0}
