@@ -116,10 +116,9 @@ class Whole(parallel.ParallelStyle):
         return distribute_module(module, mesh)
 
 
-# The projections are split, wherever rows end; convolution and state are computed whole on every rank.
+# Projections are split by rows, and their outputs gathered; convolution and state are whole on every rank.
 TENSOR_PLAN = {
-    "model.layers.*.linear_attn.in_proj_*": parallel.ColwiseParallel(output_layouts=Replicate()),
-    "model.layers.*.linear_attn.out_proj": parallel.RowwiseParallel(input_layouts=Replicate()),
+    "model.layers.*.linear_attn.*_proj*": parallel.ColwiseParallel(output_layouts=Replicate()),
     "model.layers.*.linear_attn": Whole(),
 }
 
