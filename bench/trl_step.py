@@ -24,8 +24,10 @@ import tempfile
 import threading
 import zlib
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 
@@ -239,21 +241,24 @@ def rows_of(case: str, sides: dict[str, Side], times: dict) -> tuple[list[dict],
     return seconds, positions
 
 
-def measure_case(trl, case: str, flags, folder: str) -> tuple[list[dict], list[dict]]:
-    """The rows of a case, ours first and TRL's defaults last."""
-    rounds = flags.rounds + 1  # one warms up
+def measure_case(case: str, rounds: int, micro_batches: str) -> tuple[list[dict], list[dict]]:
+    """The rows of a case, ours first and TRL's defaults last. Threads remain, so each needs its own process."""
+    import trl
+
     prompt = 0 if case == JOB else int(case.split("+")[0])
     reward = reward_fn if case == JOB else varied_reward
-    sides = {"ours": Ours(folder, make_model(Path(folder, "model"), case), prompt, reward)}
-    trainer, config = sides["ours"].trainer, sides["ours"].trainer.config
-    assert case == JOB or config.max_new_tokens == int(case.split("+")[1])
-    drawn = shuffled(len(trainer.data), config.seed)
-    samples = [trainer.data[row] for _, row in islice(drawn, rounds * config.prompts_per_step)]
-    for size in map(int, flags.micro_batches.split()):
-        sides[f"TRL, micro-batches of {size}"] = Theirs(trl, config, samples, rounds, size, reward)
-    checkpointed = replace(config, gradient_checkpointing=True)
-    sides["TRL, its defaults"] = Theirs(trl, checkpointed, samples, rounds, DEFAULT, reward)
-    times = in_turn({name: side.turn for name, side in sides.items()}, flags.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        sides = {"ours": Ours(folder, make_model(Path(folder, "model"), case), prompt, reward)}
+        trainer, config = sides["ours"].trainer, sides["ours"].trainer.config
+        assert case == JOB or config.max_new_tokens == int(case.split("+")[1])
+        drawn = shuffled(len(trainer.data), config.seed)
+        count = (rounds + 1) * config.prompts_per_step  # one round warms up
+        samples = [trainer.data[row] for _, row in islice(drawn, count)]
+        for size in map(int, micro_batches.split()):
+            sides[f"TRL, micro-batches of {size}"] = Theirs(trl, config, samples, rounds + 1, size, reward)
+        checkpointed = replace(config, gradient_checkpointing=True)
+        sides["TRL, its defaults"] = Theirs(trl, checkpointed, samples, rounds + 1, DEFAULT, reward)
+        times = in_turn({name: side.turn for name, side in sides.items()}, rounds)
     return rows_of(case, sides, times)
 
 
@@ -269,13 +274,13 @@ def main():
     except (ImportError, RuntimeError) as error:
         sys.exit(f"bench.trl_step compares with TRL, which does not load ({error}): pip install trl==1.16.0")
     recorded = []
-    for case in flags.cases.split():
-        with tempfile.TemporaryDirectory() as folder:
-            seconds, positions = measure_case(trl, case, flags, folder)
-        show(seconds)
-        show(positions)
-        ours, *others, defaults = seconds
-        recorded += [ours, min(others, key=lambda row: row["CPU / ours"]), defaults]
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+        for case in flags.cases.split():
+            found = pool.submit(measure_case, case, flags.rounds, flags.micro_batches).result()
+            for rows in found:
+                show(rows)
+            ours, *others, defaults = found[0]
+            recorded += [ours, min(others, key=lambda row: row["CPU / ours"]), defaults]
     record(flags.output, {"CPU seconds of a step, by part": recorded}, trl=trl.__version__)
 
 
