@@ -242,7 +242,7 @@ def rows_of(case: str, sides: dict[str, Side], times: dict) -> tuple[list[dict],
 
 
 def measure_case(case: str, rounds: int, micro_batches: str) -> tuple[list[dict], list[dict]]:
-    """The rows of a case, ours first and TRL's defaults last. Threads remain, so each needs its own process."""
+    """The rows of a case, ours first and TRL's defaults last. Threads remain: each needs its own process."""
     import trl
 
     prompt = 0 if case == JOB else int(case.split("+")[0])
