@@ -1,4 +1,4 @@
-"""How fast does the local engine sample, compared with `generate` of transformers?
+"""How fast does the local engine sample, beside `generate` of transformers?
 
     python -m bench.sampling [--rounds 7] [--batches "32 128 256"] [--output assets/records/sampling.json]
 
