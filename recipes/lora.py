@@ -27,8 +27,7 @@ from extras import dither
 from recipes.problems import ProblemDataset, reward_fn
 from train import RANK, Actor, Config, Trainer, UserError, empty_model, flag, main, policy_logprobs, shard
 
-TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
-HYBRID_TARGETS = ("in_proj_qkv", "in_proj_z", "out_proj")  # further ones by default, not the small gates
+TARGETS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj in_proj_qkv in_proj_z out_proj"
 
 
 @dataclass
@@ -37,7 +36,7 @@ class LoRAConfig(Config, dither.Flags):
 
     lora_rank: int = flag(32, "rank r of the adapters")
     lora_alpha: float = flag(32, "numerator of the adapters' scale, lora_alpha / lora_rank")
-    lora_targets: str = flag(TARGETS, "names of the linear layers with adapters")
+    lora_targets: str = flag(TARGETS, "names of the linear layers with adapters, where a model has them")
     base_dtype: Literal["bfloat16", "float32"] = flag(Config.dtype, "dtype of the frozen weights")
     lr: float = flag(1e-5, "peak learning rate of AdamW; ten times that of full fine-tuning")
 
@@ -66,9 +65,7 @@ def add_adapters(model, config: LoRAConfig):
     rank, targets = config.lora_rank, config.lora_targets.split()
     layers = [(name.split(".")[-1], m) for name, m in model.model.named_modules() if isinstance(m, Linear)]
     known = dict.fromkeys(kind for kind, _ in layers)
-    if config.lora_targets == TARGETS:
-        targets += [kind for kind in HYBRID_TARGETS if kind in known]
-    if not targets or not set(targets) <= known.keys():
+    if not {*targets} & known.keys() or not {*targets} <= {*known, *TARGETS.split()}:
         raise UserError(f"--lora_targets must be some of {' '.join(known)}, not {config.lora_targets!r}")
     for layer in [layer for kind, layer in layers if kind in targets]:
         layer.__class__ = LoRALinear

@@ -138,10 +138,9 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
     n.lora = getattr(config, "lora_rank", 0) > 0
     n.kept = getattr(torch, config.base_dtype).itemsize if n.lora else 4  # bytes of a parameter in its shard
     targets = config.lora_targets.split() if n.lora else []
-    n.ranks = config.lora_rank * len(targets) if n.lora else 0  # in a layer's adapters
     n.layers = model_config.num_hidden_layers
     n.whole = n.root = n.total = 0  # FSDP's units: each layer, and the root, which is the rest
-    layers, totals, adapters = ([0] * n.layers for _ in range(3))
+    layers, totals, adapters, ranks_in = ([0] * n.layers for _ in range(4))
     shapes = parameter_shapes(type(model_config), model_config.to_json_string())
     for name, shape in shapes.items():  # excludes a tied head
         is_whole = "norm" in name or (".linear_attn." in name and "_proj" not in name)
@@ -158,7 +157,9 @@ def sizes(config: Config, model_config, ranks: int) -> SimpleNamespace:
         if kind in targets and name.endswith(".weight"):
             split = 1 if kind in ("o_proj", "down_proj") else tp  # RowwiseParallel leaves adapters whole
             adapters[i] += config.lora_rank * sum(shape) / split
+            ranks_in[i] += config.lora_rank
     n.layer, n.bucket, n.adapter = max(layers), max(totals), max(adapters)  # those of hybrids differ
+    n.ranks = max(ranks_in)  # of a layer's adapters
     n.learning = sum(adapters) if n.lora else n.whole  # numbers with gradients
     n.vocab = model_config.vocab_size // tp
     n.hidden = model_config.hidden_size
