@@ -1,4 +1,4 @@
-"""Prompts that are computed once per group: time and memory of the gradients, beside train.py alone.
+"""Prompts computed once per group: the cost of gradients beside train.py alone.
 
     python -m bench.prompts [--rounds 5] [--cases "tiny,head,60 + 16"] [--output assets/records/prompts.json]
 
