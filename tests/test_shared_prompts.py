@@ -6,10 +6,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import train
-from extras import head, shared_prompts
+from extras import head, monitor, shared_prompts
 from extras.shared_prompts import SharedBatch
+from recipes.algorithms import AlgorithmConfig
 from recipes.critic import load_critic
-from tests.conftest import FORMS, VOCAB, Config, plain_logprobs, random_model
+from recipes.trainer import AlgorithmTrainer
+from tests.conftest import FORMS, VOCAB, Config, VariantTrainer, plain_logprobs, random_model
 from train import Batch, Sample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -153,3 +155,35 @@ def test_a_step_with_a_failed_group_two_updates_and_kl(small, budget):
     assert plain.keys() == shared.keys() and plain["kl"] > 1e-4 and plain["clip_fraction"] > 0
     assert shared == pytest.approx(plain, rel=1e-4)
     assert (others - weights).norm() < 1e-4 * (weights - start).norm()
+
+
+def groups_of_three() -> list[Sample]:
+    """Two groups with prompts of 20 tokens and completions of 5, 6, 7."""
+    samples = []
+    for number in range(2):
+        for i in range(3):
+            sample = sample_of([number + 3] * 20, [7] * (5 + i), advantage=1.0 + i)
+            sample.key, sample.rewards = (number, i), [1.0]
+            samples.append(sample)
+    return samples
+
+
+@pytest.mark.parametrize("kind", ["train.py", "recipes"])
+def test_micro_batches_keep_groups_whole(mesh, columns, kind):
+    config = AlgorithmConfig(engine="local", device="cpu", tokens_per_micro_batch=40)
+    trainer = object.__new__(train.Trainer if kind == "train.py" else AlgorithmTrainer)
+    vars(trainer).update(config=config, mesh=mesh, batch_class=SharedBatch)
+    batches = trainer.micro_batches(groups_of_three())
+    assert [batch.ids.numel() for batch in batches] == [20 + 5 + 6 + 7] * 2
+
+
+def test_the_share_of_tokens_saved_is_logged(whole):
+    trainer = whole(
+        trainer_class=monitor.extend(shared_prompts.extend(VariantTrainer)), group_size=4, steps=1
+    )
+    metrics, samples = trainer.step()
+    trained = [sample for sample in samples if sample.tokens["advantage"].any()]
+    prompts = {sample.key[0]: shared_prompts.prompt_length(sample) for sample in trained}
+    repeated = sum(prompts[sample.key[0]] for sample in trained) - sum(prompts.values())
+    plain = sum(len(sample.tokens) for sample in trained)
+    assert 0 < metrics["shared_tokens"] == pytest.approx(repeated / plain)
