@@ -231,6 +231,7 @@ def main():
     tokenizer = make_tokenizer()
     if args.hybrid:
         model = make_model(tokenizer, 128, 4, Qwen3_5TextConfig, **HYBRID)
+        model.config.full_attention_interval = 4  # published files have it, and SGLang reads nothing else
     else:
         model = make_model(tokenizer, 128, 3)
     print(
