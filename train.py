@@ -16,11 +16,12 @@ Deviations from the paper: no KL term (extras/variants.py adds one), DAPO's high
 Part III is the loop: start there. Part I is the algorithm; edit `__getitem__` and `reward_fn` in section 2
 for a task of your own. Part II is the machine: skip it on a first reading.
 Sizes: B samples, G completions per prompt, T tokens, t of a part, N trained, H hidden size, V vocabulary.
-Files in extras/ add flags: chat_template.py --chat_template_kwargs, checkpoint.py --resume --save_every,
-checks.py --max_failures, compile.py --compile, details.py --token_groups, dither.py --dither, gate.py --gate,
-lr_schedule.py --lr_schedule, offload.py --offload, reward_workers.py --reward_workers, shared_prompts.py
---share_prompts, turns.py --max_turns, updates.py --updates_per_step, variants.py --normalize_std
---aggregation --kl_coef --entropy_coef --tis_cap, wandb_log.py --wandb, watchdog.py --engine_timeout.
+Files in extras/ add flags: chat_template.py --chat_template_kwargs, checkpoint.py --resume
+--save_every, checks.py --max_failures, compile.py --compile, details.py --token_groups, dither.py
+--dither, gate.py --gate, head.py --fp32_logits, lr_schedule.py --lr_schedule, offload.py --offload,
+reward_workers.py --reward_workers, shared_prompts.py --share_prompts, turns.py --max_turns,
+updates.py --updates_per_step, variants.py --normalize_std --aggregation --kl_coef --entropy_coef
+--tis_cap, wandb_log.py --wandb, watchdog.py --engine_timeout.
 """
 
 import asyncio
@@ -49,12 +50,10 @@ import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights
 from datasets import ReadInstruction, load_dataset
 from huggingface_hub import save_torch_state_dict, snapshot_download
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module, parallel
+from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, distribute_module, parallel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from tqdm.asyncio import tqdm
@@ -65,6 +64,7 @@ import rewards
 
 sys.modules.setdefault("train", sys.modules[__name__])  # else extras would import a script again
 GPU = torch.cuda.is_available()
+BOUND = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}  # largest mean |log-prob of actor - of engine|
 
 
 # ========================= Part I: the algorithm. 1. Config ==========================
@@ -96,7 +96,7 @@ class Config:
     tp_size: int = flag(1, "tensor-parallel ranks per model copy, of the actor and of SGLang")
     dp_replicate: int = flag(1, "copies of the sharded model, for example one per machine (HSDP)")
     device: Literal["cuda", "cpu"] = flag("cuda" if GPU else "cpu", "device of the actor")
-    dtype: Literal["bfloat16", "float32"] = flag("bfloat16" if GPU else "float32", "compute dtype")
+    dtype: Literal[tuple(BOUND)] = flag("bfloat16" if GPU else "float32", "compute dtype")
     tokens_per_micro_batch: int = flag(8192, "largest packed forward pass, in tokens per rank")
     gradient_checkpointing: bool = flag(True, "recomputation of activations in the backward pass")
     sglang_args: str = flag('{"mem_fraction_static": 0.5}', "JSON: more arguments of sglang.Engine")
@@ -221,10 +221,9 @@ async def rollout(sample: Sample, engine, tokenizer, config: Config, temperature
 def group_advantages(scores: torch.Tensor, group_size: int) -> torch.Tensor:
     """Rewards [B] of whole groups -> advantages [B]: each completion against its own group."""
     groups = scores.view(-1, group_size)
-    centered = groups - groups.mean(dim=1, keepdim=True)
-    variance = centered.square().sum(dim=1, keepdim=True) / (group_size - 1)
+    std, mean = torch.std_mean(groups, dim=1, keepdim=True)
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)  # else rounding leaves an advantage
-    return (centered / (variance.sqrt() + 1e-6)).masked_fill(all_equal, 0.0).flatten()
+    return ((groups - mean) / (std + 1e-6)).masked_fill(all_equal, 0.0).flatten()
 
 
 def set_weights(samples: list[Sample], batch_size: float):
@@ -323,7 +322,7 @@ def init_distributed(config: Config) -> dict[str, DeviceMesh]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     copies = config.dp_replicate
     shape = (copies, dist.get_world_size() // config.tp_size // copies, config.tp_size)
-    mesh = init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = dist.init_device_mesh(config.device, shape, mesh_dim_names=("replicate", "shard", "tp"))
     both = mesh["replicate", "shard"]
     return {"dp": both._flatten("dp"), "tp": mesh["tp"], "fsdp": both if copies > 1 else mesh["shard"]}
 
@@ -373,7 +372,8 @@ def apply_tensor_parallel(model, mesh: DeviceMesh):
         "model.embed_tokens": parallel.RowwiseParallel(input_layouts=Replicate()),  # by vocabulary
         "model.layers.*.self_attn.[qkv]_proj": parallel.ColwiseParallel(),  # whole heads
         "model.layers.*.self_attn.o_proj": parallel.RowwiseParallel(),
-        "model.layers.*.mlp.[gu]*_proj": parallel.ColwiseParallel(),  # gate and up
+        "model.layers.*.mlp.gate_proj": parallel.ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": parallel.ColwiseParallel(),
         "model.layers.*.mlp.down_proj": parallel.RowwiseParallel(),
         "lm_head": parallel.ColwiseParallel(),
     }
@@ -434,8 +434,7 @@ def head_logprobs(states, targets, head, temperature: float, vocab_size: int, tp
     scores = []
     for part in zip(states.split(chunk), targets.split(chunk)):
         scores.append(checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False))
-    logprobs, entropies = zip(*scores)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return tuple(map(torch.cat, zip(*scores)))
 
 
 def policy_logprobs(model, batch: Batch, temperature: float, vocab_size: int, tp: DeviceMesh):
@@ -490,7 +489,7 @@ class Actor:
     def optimizer_step(self) -> float:
         """Updates the weights; skips the update if the gradient is not finite. Returns its global norm."""
         weights = self.parameters.values()
-        norm = clip_grad_norm_(weights, self.config.max_grad_norm, foreach=True).full_tensor()
+        norm = torch.nn.utils.clip_grad_norm_(weights, self.config.max_grad_norm, foreach=True).full_tensor()
         if norm.isfinite():
             self.optimizer.step()
             self.scheduler.step()
@@ -553,7 +552,9 @@ class SGLangEngine:
         if config.device == "cuda":
             options |= {"base_gpu_id": LOCAL_RANK, "enable_memory_saver": True}
             options["disable_prefill_cuda_graph"] = True  # its memory could not be released
-            os.environ |= {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1", "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2": "0"}
+            os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = "1"  # graphs are released, too
+            os.environ["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] = "0"  # its memory would stay
+            os.environ["TMS_RETAIN_CPU_BACKUP"] = "1"  # pins memory for graphs once
             runtime = Path(torch.__file__).parents[1] / "nvidia/cu13/lib"  # for what SGLang preloads
             folders = filter(None, [os.environ.get("LD_LIBRARY_PATH"), str(runtime)])
             os.environ["LD_LIBRARY_PATH"] = ":".join(folders)
@@ -639,7 +640,6 @@ class SGLangEngine:
 
 
 # ============================== Part III: the loop ===================================
-BOUND = {"float32": 1e-4, "bfloat16": 0.05}  # largest mean |log-prob of actor - of engine|
 FOLDER = f"runs/%Y-%m-%d_%H-%M-%S_{os.getpid()}"  # two runs may start in the same second
 FILES = ["*.json", "*.jinja", "*.safetensors", "*.txt"]  # of a model on the Hub
 SHOWN = ["reward", "eval_score", "entropy", "grad_norm", "logprob_diff", "time_step"]

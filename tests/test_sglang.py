@@ -139,7 +139,8 @@ def test_no_rank_goes_on_before_sglang_has_measured_or_released_its_memory(
 
 
 def test_sglang_on_gpus_can_release_all_its_memory(sglang_engine, environment, monkeypatch):
-    for name in ("SGLANG_MEMORY_SAVER_CUDA_GRAPH", "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"):
+    names = "SGLANG_MEMORY_SAVER_CUDA_GRAPH", "SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2", "TMS_RETAIN_CPU_BACKUP"
+    for name in names:
         environment[name] = "unset"
     environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     monkeypatch.setattr(train, "LOCAL_RANK", 2)
@@ -148,6 +149,7 @@ def test_sglang_on_gpus_can_release_all_its_memory(sglang_engine, environment, m
     assert (options["base_gpu_id"], options["device"], options["dtype"]) == (2, "cuda", "bfloat16")
     assert environment["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"  # CUDA graphs are released, too
     assert environment["SGLANG_OPT_USE_CUSTOM_ALL_REDUCE_V2"] == "0"
+    assert environment["TMS_RETAIN_CPU_BACKUP"] == "1"  # or each step pins and frees the graphs' backup
     assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
 
 
