@@ -19,6 +19,7 @@ ORDER = (  # later ones wrap earlier ones
     "chat_template",
     "lr_schedule",
     "dither",
+    "loss_scale",
     "compile",
     "offload",
     "balance",

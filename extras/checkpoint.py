@@ -4,7 +4,7 @@ A resumed run continues bit for bit as if it had never been interrupted. A check
 RUN/checkpoint-STEP, and none of its files can execute code when loaded:
 
     state/*.safetensors   weights in fp32 and Adam's moments, each rank's own shards
-    state.json            step, place in the data, random states, lengths of the log files, flags of the run
+    state.json            step, place in the data, random states, loss scales, lengths of the log files, flags
     model/                the same weights as a Hugging Face folder
 
 It is written as RUN/partial and renamed once it is complete and synced to disk. It holds every train.Actor
@@ -196,6 +196,11 @@ def named_tensors(actors: dict[str, Actor]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def loss_scales(actors: dict[str, Actor]) -> dict:
+    """The loss scales of the actors that have one (extras/loss_scale.py)."""
+    return {owner: actor.loss_scale for owner, actor in actors.items() if hasattr(actor, "loss_scale")}
+
+
 def random_states() -> dict:
     """The global generators, which a reward function may use; training itself draws from none of them."""
     kind, keys, *rest = np.random.get_state()
@@ -256,6 +261,7 @@ def save_checkpoint(run: Path, state: dict, actors: dict[str, Actor], export):
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, state["random"])
     updates = {owner: actor.scheduler.last_epoch for owner, actor in actors.items()}
+    scales = {owner: vars(scale) for owner, scale in loss_scales(actors).items()}
     try:
         if is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -266,7 +272,8 @@ def save_checkpoint(run: Path, state: dict, actors: dict[str, Actor], export):
         writer = dcp.HuggingFaceStorageWriter(str(partial / "state"), save_distributed=True)
         dcp.save(named_tensors(actors), storage_writer=writer)
         if is_first:
-            write_state(partial, state | {"random": states, "updates": updates}, run)
+            numbers = {"random": states, "updates": updates, "loss_scales": scales}
+            write_state(partial, state | numbers, run)
             partial.rename(target)
             sync(run)
     except DAMAGE as error:
@@ -306,6 +313,9 @@ def load_checkpoint(checkpoint: Path, state: dict, actors: dict[str, Actor]):
         groups = zip(actor.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas)
         for group, peak, factor in groups:  # by the flags given now
             group["lr"] = peak * factor(updates)
+    saved_scales = state.get("loss_scales", {})
+    for owner, scale in loss_scales(actors).items():
+        vars(scale).update(saved_scales.get(owner, {}))
     if len(state["random"]) == dist.get_world_size():
         set_random_states(state["random"][dist.get_rank()])
 

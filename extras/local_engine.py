@@ -141,6 +141,7 @@ class LocalEngine:
         options = {"config": text, "dtype": dtype, "attn_implementation": "local"}
         model = AutoModelForCausalLM.from_pretrained(path, **options)
         self.model = model.to(self.device).eval()
+        self.fp32_logits = getattr(config, "fp32_logits", False) and dtype != torch.float32
         stops = self.model.generation_config.eos_token_id or []
         self.stops = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
 
@@ -192,7 +193,8 @@ class LocalEngine:
         for layer in body.layers:  # one by one: body(...) would re-examine masks and options for every token
             mask = real if hasattr(layer, "linear_attn") else bias
             states = layer(states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
-        logits = self.model.lm_head(body.norm(states[:, -1]))
+        last = body.norm(states[:, -1])
+        logits = last.float() @ self.head if self.fp32_logits else self.model.lm_head(last)
         return logits[:, : self.vocab_size]  # leaves out ids beyond the tokenizer's
 
     def prefill(self, prompts: list[np.ndarray]):
@@ -214,7 +216,9 @@ class LocalEngine:
         real = padded >= 0
         positions = (real.cumsum(1) - 1).clamp(min=0)
         seen = real[:, None, None] & torch.ones(width, width, dtype=torch.bool, device=self.device).tril()
-        lowest = torch.finfo(self.model.dtype).min  # -inf would turn padding, which sees no token, into NaN
+        lowest = (
+            torch.finfo(self.model.dtype).min / 2
+        )  # -inf would turn padding, which sees no token, into NaN
         bias = torch.zeros_like(seen, dtype=self.model.dtype).masked_fill_(~seen, lowest)
         logits = self.forward(padded.clamp(min=0), positions, bias, cache, real)
         rows = torch.tensor([unique[ids.tobytes()] for ids in prompts], device=self.device)
@@ -270,6 +274,8 @@ class LocalEngine:
         for bucket in buckets:
             for name, value in bucket:
                 self.model.get_parameter(name).copy_(value)
+        if self.fp32_logits:
+            self.head = self.model.lm_head.weight.T.float()
 
     def close(self):
         """Cancels a wave that is still running because its rollout was dropped."""
