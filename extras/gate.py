@@ -216,8 +216,9 @@ class Gate:
             return "stale weights: the actor has learned, and the engine answers the same to the last bit"
         if now.gap <= self.bound:
             return ""
-        if self.last is None and self.config.dtype == "float32" and now.gap <= BOUND["bfloat16"]:
-            return "dtype: the difference has the size of rounding to bfloat16, and the run is in float32"
+        dtype = self.config.dtype
+        if self.last is None and dtype != "bfloat16" and now.gap <= BOUND["bfloat16"]:
+            return f"dtype: the difference has the size of rounding to bfloat16, and the run is in {dtype}"
         if self.last is None:
             advice = "check the engine's model and dtype, and what changes its prompts (an extra BOS)"
             return f"another model: even before the first step its answers are not those of --model; {advice}"

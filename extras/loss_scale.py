@@ -69,6 +69,12 @@ def scaling(actor_class: type) -> type:
     return ScalingActor
 
 
+def scale_loss(actor: Actor):
+    """Makes an actor scale its loss; in place, because recipes make actors of classes of their own."""
+    actor.__class__ = scaling(type(actor))
+    actor.loss_scale = LossScale()
+
+
 def extend(trainer_class: type) -> type:
     """A trainer whose actors scale their losses in float16."""
 
@@ -77,7 +83,6 @@ def extend(trainer_class: type) -> type:
             super().__init__(config, *arguments)
             actors = [value for value in vars(self).values() if isinstance(value, Actor)]
             for actor in actors if config.dtype == "float16" else []:
-                actor.__class__ = scaling(type(actor))  # in place: recipes make actors of other classes
-                actor.loss_scale = LossScale()
+                scale_loss(actor)
 
     return ScalingTrainer

@@ -37,7 +37,7 @@ class LoRAConfig(Config, dither.Flags):
     lora_rank: int = flag(32, "rank r of the adapters")
     lora_alpha: float = flag(32, "numerator of the adapters' scale, lora_alpha / lora_rank")
     lora_targets: str = flag(TARGETS, "names of the linear layers with adapters, where a model has them")
-    base_dtype: Literal["bfloat16", "float32"] = flag(Config.dtype, "dtype of the frozen weights")
+    base_dtype: Literal["bfloat16", "float16", "float32"] = flag(Config.dtype, "dtype of the frozen weights")
     lr: float = flag(1e-5, "peak learning rate of AdamW; ten times that of full fine-tuning")
 
     def __post_init__(self):

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import extras.local_engine  # noqa: F401 (once, before the fork)
 import train
-from extras import balance, dither, head, shared_prompts
+from extras import add_flags, balance, dither, head, loss_scale, shared_prompts
 from extras.shared_prompts import SharedBatch
 from recipes import lora
 from tests.conftest import (
@@ -127,7 +127,7 @@ def compare_adapters(inputs: Path, outputs: Path):
     for name in ADAPTED:
         for tp in (1, 2):
             flags = COMMON | {"model": str(inputs / name), "tp_size": tp, "tokens_per_micro_batch": 60}
-            config = lora.LoRAConfig(**flags, lora_rank=4, lora_alpha=6)
+            config = add_flags(lora.LoRAConfig)(**flags, lora_rank=4, lora_alpha=6)
             mesh = train.init_distributed(config)
             layout = {"batch_class": SharedBatch} if tp == 2 else {}
             trainer = make_trainer(config, mesh, head.extend(lora.LoRATrainer), lora.LoRAActor, **layout)
@@ -152,6 +152,55 @@ def dither_parts(inputs: Path, outputs: Path):
     everyones = [None] * dist.get_world_size()
     dist.all_gather_object(everyones, mine)
     save(everyones, outputs / "dithered.pt")
+
+
+def overflow_one_rank(inputs: Path, outputs: Path):
+    """Three updates in float16, of which the second overflows on rank 1; what each rank has after each."""
+    flags = COMMON | {"model": str(inputs / "qwen3-tied"), "dtype": "float16", "warmup_steps": 0, "lr": 1e-3}
+    config = Config(**flags)
+    trainer = make_trainer(config, train.init_distributed(config))
+    loss_scale.scale_loss(trainer.actor)
+    mine = own_samples(inputs / "qwen3-tied.pt", trainer.mesh)
+    history = []
+    for factor in (1, 1e9 if dist.get_rank() == 1 else 1, 1):
+        samples = deepcopy(mine)
+        for sample in samples:
+            sample.tokens["advantage"] *= factor
+        norm = update(trainer, samples, "plain")["grad_norm"]
+        actor = trainer.actor
+        state = [list(one.values()) for one in actor.optimizer.state.values()]
+        local = [one.to_local().clone() for one in actor.parameters.values()]
+        moments = [getattr(one, "_local_tensor", one).clone() for one in sum(state, [])]
+        updates = actor.scheduler.last_epoch
+        history.append((norm, vars(actor.loss_scale).copy(), updates, local, moments))
+    everyones = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, history)
+    save(everyones, outputs / "overflow.pt")
+
+
+def score_head(dtype: torch.dtype, tp, fp32_logits: bool) -> dict:
+    """Log-probs, entropies and gradients of a 16-bit head whose rows are split, and the inputs."""
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randn(300, 64, generator=generator).mul(2).to(dtype).requires_grad_()
+    whole = torch.randn(128, 64, generator=generator).to(dtype)
+    targets = torch.randint(0, 120, (300,), generator=generator)
+    outside = torch.randn(2, 300, generator=generator)  # gradients of some loss
+    weight = whole.chunk(tp.size())[tp.get_local_rank()].clone().requires_grad_()
+    options = {"temperature": 0.8, "vocab_size": 120, "tp": tp, "fp32_logits": fp32_logits}
+    scores = head.head_logprobs(states, targets, weight, **options)
+    (outside * torch.stack(scores)).sum().backward()
+    found = {"scores": torch.stack(scores).detach(), "by_states": states.grad, "by_head": weight.grad}
+    return found | {"inputs": (states.detach(), whole, targets, outside)}
+
+
+def score_heads(outputs: Path):
+    """What `score_head` finds with tp 2, with the gradient of all rows."""
+    tp = train.init_distributed(Config(device="cpu", tp_size=2))["tp"]
+    for dtype in (torch.bfloat16, torch.float16):
+        found = score_head(dtype, tp, True)
+        parts = [None] * 2
+        dist.all_gather_object(parts, found["by_head"])
+        save(found | {"by_head": torch.cat(parts)}, outputs / f"head-{dtype}.pt")
 
 
 def learn(case: tuple, outputs: Path):
@@ -187,6 +236,8 @@ def compare(rank: int, processes: int, cases: dict, inputs: Path, outputs: Path)
     if cases is FEW and processes == 2:
         compare_weights(inputs, outputs)
         compare_adapters(inputs, outputs)
+        overflow_one_rank(inputs, outputs)
+        score_heads(outputs)
     if cases is FEW and processes == 4:
         dither_parts(inputs, outputs)
         uneven_machines(outputs)

@@ -146,7 +146,7 @@ def test_plan_agrees_with_the_rehearsal(elsewhere, processes, model_config, flag
 
 
 def test_what_cannot_be_rehearsed_is_one_line():
-    with pytest.raises(UserError, match="--dtype must be bfloat16"):
+    with pytest.raises(UserError, match="--dtype must be bfloat16 or float16"):
         rehearse.read_flags(["--dtype", "float32"])
 
 

@@ -55,7 +55,9 @@ class PlanConfig(add_flags(Config)):
     lora_rank: int = flag(0, "rank of the adapters of recipes/lora.py; 0: full fine-tuning")
     lora_alpha: float = flag(32, "as in recipes/lora.py")
     lora_targets: str = flag(TARGETS, "as in recipes/lora.py")
-    base_dtype: Literal["bfloat16", "float32", ""] = flag("", "as in recipes/lora.py; empty: --dtype")
+    base_dtype: Literal["bfloat16", "float16", "float32", ""] = flag(
+        "", "as in recipes/lora.py; empty: --dtype"
+    )
 
 
 def read_flags(arguments: list[str], config_class=PlanConfig) -> PlanConfig:

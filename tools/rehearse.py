@@ -432,8 +432,8 @@ def report(config: PlanConfig, model_config, found: dict, seconds: float):
 def read_flags(arguments: list[str]) -> RehearsalConfig:
     """Flags to a config, as on a machine with GPUs. Raises UserError for what cannot be rehearsed."""
     config = plan.read_flags(["--gpu_gb=80", *arguments], RehearsalConfig)
-    if config.dtype != "bfloat16":
-        raise UserError("--dtype must be bfloat16: packed attention on GPUs supports only 16 bits")
+    if config.dtype == "float32":
+        raise UserError("--dtype must be bfloat16 or float16: packed attention on GPUs supports only 16 bits")
     return config
 
 

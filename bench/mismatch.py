@@ -1,0 +1,146 @@
+"""How far the log-probs of engine and actor differ by number format, and the actor's gradients from fp32.
+
+    python -m bench.mismatch [--model FOLDER] [--engines local,sglang] [--prompts 8] [--tokens 48]
+    python -m bench.mismatch --engines "" --runs RUN,RUN        # evaluations of finished runs alone
+
+For each dtype, without and with --fp32_logits, the engine samples completions of countdown prompts at
+temperature 1, and the actor scores the same tokens. "outside" is the share of tokens whose ratio of
+probabilities is not within 0.8 to 1.28, the default clip. Gradients are those of the same samples, which the
+engine made in float32, with made-up advantages; their error is relative to the norm of float32's, float16's
+also without a loss scale. CPU seconds are of all samples and of their log-probs. Each case is a process of
+its own; seconds do not count SGLang's.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from bench.learning import history_of
+from bench.measure import ROOT, embedded_flags, options, record, show
+from extras.loss_scale import LossScale
+from train import Sample, Trainer, main
+
+GROUP = 8
+LOW, HIGH = 0.8, 1.28
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class MismatchTrainer(Trainer):
+    """Measures instead of learning, and leaves a row in its folder."""
+
+    def fit(self):
+        self.publish()
+        start = time.process_time()
+        samples = self.rollout()
+        played = time.process_time()
+        self.engine.close()
+        for sample in samples:
+            sample.tokens["advantage"] = (-1.0) ** sample.key[1]
+        gaps = torch.cat([self.differences(batch) for batch in self.micro_batches(samples)])
+        ratios = gaps.exp()
+        row = {"dtype": self.config.dtype, "fp32 logits": self.config.fp32_logits, "tokens": len(gaps)}
+        row |= {"mean": gaps.abs().mean().item(), "max": gaps.abs().max().item()}
+        row["outside, %"] = 100 * ((ratios < LOW) | (ratios > HIGH)).float().mean().item()
+        row |= {"sampling, s": played - start, "log-probs, s": time.process_time() - played}
+        reference = self.folder.parent / "gradients.pt"
+        if not reference.exists():
+            few = samples[: 2 * GROUP]
+            torch.save((few, self.gradients(few, 1.0)), reference)
+        row |= {"gradient error": "", "unscaled": ""}
+        if self.config.engine == "local":
+            row |= self.gradient_errors(*torch.load(reference, weights_only=False, mmap=True))
+        (self.folder / "row.json").write_text(json.dumps({"engine": self.config.engine} | row))
+
+    @torch.no_grad()
+    def differences(self, batch) -> torch.Tensor:
+        """Log-probs of the actor minus those of the engine [N]."""
+        logprobs, _ = self.actor.model.logprobs(batch)
+        return (logprobs - batch.engine_logprobs).cpu()
+
+    def gradients(self, samples: list[Sample], scale: float) -> dict[str, torch.Tensor]:
+        """The gradients, of a loss that float16 multiplies by `scale`; they are divided by it."""
+        if self.config.dtype == "float16":
+            self.actor.loss_scale.value = scale
+        self.actor.backward(self.micro_batches(samples), self.forward)
+        weights = self.actor.parameters.items()
+        found = {name: (weight.grad / scale).full_tensor() for name, weight in weights}
+        self.actor.optimizer.zero_grad()
+        return found
+
+    def gradient_errors(self, samples: list[Sample], expected: dict) -> dict[str, float]:
+        """The errors of the gradients relative to the expected ones."""
+        scales = {"gradient error": 1.0}
+        if self.config.dtype == "float16":
+            scales = {"gradient error": LossScale().value, "unscaled": 1.0}
+        total = sum(one.double().square().sum() for one in expected.values())
+        errors = {}
+        for name, scale in scales.items():
+            found = self.gradients(samples, scale)
+            difference = sum((found[key] - one).double().square().sum() for key, one in expected.items())
+            errors[name] = (difference / total).sqrt().item()
+        return errors
+
+
+def measure(flags, folder: Path) -> list[dict]:
+    """A row for each engine, dtype and kind of logits, measured in processes of their own."""
+    common = {"prompts_per_step": flags.prompts, "max_new_tokens": flags.tokens, "group_size": GROUP}
+    common |= {"eval_data": "", "gate": "off", "steps": 1}
+    if flags.model:
+        common |= {"model": flags.model, "gradient_checkpointing": False}
+    rows = []
+    engines = filter(None, flags.engines.split(","))
+    for engine, dtype, fp32_logits in product(engines, DTYPES, (False, True)):
+        if dtype == "float32" and fp32_logits:
+            continue  # they are in fp32 anyway
+        case = folder / f"{engine}-{dtype}-{fp32_logits}"
+        own = {"engine": engine, "dtype": dtype, "fp32_logits": fp32_logits, "output_dir": case}
+        words = embedded_flags(**common, **own)
+        subprocess.run([sys.executable, "-m", "bench.mismatch", *words], cwd=ROOT, check=True)
+        rows.append(json.loads((case / "row.json").read_text()))
+        show(rows[-1:])
+    return rows
+
+
+def curves(runs: list[Path]) -> list[dict]:
+    """A row for each finished run: its evaluations, and its mean difference over all steps."""
+    rows = []
+    for folder in runs:
+        config = json.loads((folder / "config.json").read_text())
+        history = history_of(folder)
+        row = {"dtype": config["dtype"], "fp32 logits": config["fp32_logits"], "seed": config["seed"]}
+        scores = {f"step {one['step']}": one["eval_score"] for one in history if "eval_score" in one}
+        gaps = [one["logprob_diff"] for one in history if "logprob_diff" in one]
+        rows.append(row | scores | {"logprob_diff": median(gaps), "skipped updates": skipped(history)})
+    return rows
+
+
+def skipped(history: list[dict]) -> int:
+    """How many steps had an update whose gradient was not finite."""
+    return sum("grad_norm" in one and one["grad_norm"] is None for one in history)
+
+
+def benchmark():
+    """Measures all cases and records them."""
+    more = {"model": ("", "folder of a model; empty: the embedded one"), "engines": ("local", "local,sglang")}
+    more |= {"prompts": (8, "prompts with 8 completions each"), "tokens": (48, "longest completion")}
+    more["runs"] = ("", "folders of finished runs, with commas between them")
+    flags = options(__doc__, "mismatch", **more)
+    with tempfile.TemporaryDirectory() as folder:
+        tables = {"Log-probs and gradients": measure(flags, Path(folder))}
+    if flags.runs:
+        tables["Held-out problems solved by the embedded job"] = curves([*map(Path, flags.runs.split(","))])
+    record(flags.output, tables)
+
+
+if __name__ == "__main__":
+    if "--output_dir" in sys.argv:
+        main(trainer=MismatchTrainer)
+    else:
+        benchmark()
