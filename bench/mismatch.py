@@ -1,14 +1,13 @@
-"""How far the log-probs of engine and actor differ by number format, and the actor's gradients from fp32.
+"""How far the log-probs of engine and actor differ by number format, and gradients from those in float32.
 
     python -m bench.mismatch [--model FOLDER] [--engines local,sglang] [--prompts 8] [--tokens 48]
     python -m bench.mismatch --engines "" --runs RUN,RUN        # evaluations of finished runs alone
 
-For each dtype, without and with --fp32_logits, the engine samples completions of countdown prompts at
-temperature 1, and the actor scores the same tokens. "outside" is the share of tokens whose ratio of
-probabilities is not within 0.8 to 1.28, the default clip. Gradients are those of the same samples, which the
-engine made in float32, with made-up advantages; their error is relative to the norm of float32's, float16's
-also without a loss scale. CPU seconds are of all samples and of their log-probs. Each case is a process of
-its own; seconds do not count SGLang's.
+For each dtype, without and with --fp32_logits, the engine samples 8 completions per prompt at temperature 1,
+and the actor scores the same tokens. "outside" is the share of tokens whose ratio of probabilities is not
+within 0.8 to 1.28, the default clip. Gradients are those of samples that the local engine made in float32,
+with made-up advantages. Their error is relative to the norm of float32's; "unscaled" is float16 without a loss
+scale. CPU seconds are those of the trainer's process. Each case is a process of its own.
 """
 
 import json
@@ -29,7 +28,6 @@ from train import Sample, Trainer, main
 
 GROUP = 8
 LOW, HIGH = 0.8, 1.28
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class MismatchTrainer(Trainer):
@@ -41,6 +39,7 @@ class MismatchTrainer(Trainer):
         samples = self.rollout()
         played = time.process_time()
         self.engine.close()
+        self.engine = None  # the actor needs its memory
         for sample in samples:
             sample.tokens["advantage"] = (-1.0) ** sample.key[1]
         gaps = torch.cat([self.differences(batch) for batch in self.micro_batches(samples)])
@@ -49,13 +48,9 @@ class MismatchTrainer(Trainer):
         row |= {"mean": gaps.abs().mean().item(), "max": gaps.abs().max().item()}
         row["outside, %"] = 100 * ((ratios < LOW) | (ratios > HIGH)).float().mean().item()
         row |= {"sampling, s": played - start, "log-probs, s": time.process_time() - played}
-        reference = self.folder.parent / "gradients.pt"
-        if not reference.exists():
-            few = samples[: 2 * GROUP]
-            torch.save((few, self.gradients(few, 1.0)), reference)
         row |= {"gradient error": "", "unscaled": ""}
         if self.config.engine == "local":
-            row |= self.gradient_errors(*torch.load(reference, weights_only=False, mmap=True))
+            row |= self.gradient_errors(samples[: 2 * GROUP])
         (self.folder / "row.json").write_text(json.dumps({"engine": self.config.engine} | row))
 
     @torch.no_grad()
@@ -74,11 +69,17 @@ class MismatchTrainer(Trainer):
         self.actor.optimizer.zero_grad()
         return found
 
-    def gradient_errors(self, samples: list[Sample], expected: dict) -> dict[str, float]:
-        """The errors of the gradients relative to the expected ones."""
+    def gradient_errors(self, samples: list[Sample]) -> dict[str, float]:
+        """The errors relative to the gradients in float32, the first case, which saves its own."""
         scales = {"gradient error": 1.0}
         if self.config.dtype == "float16":
             scales = {"gradient error": LossScale().value, "unscaled": 1.0}
+        reference = self.folder.parent / "gradients.pt"
+        if self.config.dtype == "float32":
+            torch.save((samples, self.gradients(samples, 1.0)), reference)
+        if not reference.exists():
+            return {}
+        samples, expected = torch.load(reference, weights_only=False, mmap=True)
         total = sum(one.double().square().sum() for one in expected.values())
         errors = {}
         for name, scale in scales.items():
@@ -95,8 +96,9 @@ def measure(flags, folder: Path) -> list[dict]:
     if flags.model:
         common |= {"model": flags.model, "gradient_checkpointing": False}
     rows = []
-    engines = filter(None, flags.engines.split(","))
-    for engine, dtype, fp32_logits in product(engines, DTYPES, (False, True)):
+    for engine, dtype, fp32_logits in product(
+        flags.engines.split(","), flags.dtypes.split(","), (False, True)
+    ):
         if dtype == "float32" and fp32_logits:
             continue  # they are in fp32 anyway
         case = folder / f"{engine}-{dtype}-{fp32_logits}"
@@ -117,23 +119,22 @@ def curves(runs: list[Path]) -> list[dict]:
         row = {"dtype": config["dtype"], "fp32 logits": config["fp32_logits"], "seed": config["seed"]}
         scores = {f"step {one['step']}": one["eval_score"] for one in history if "eval_score" in one}
         gaps = [one["logprob_diff"] for one in history if "logprob_diff" in one]
-        rows.append(row | scores | {"logprob_diff": median(gaps), "skipped updates": skipped(history)})
+        lost = sum("grad_norm" in one and one["grad_norm"] is None for one in history)
+        rows.append(row | scores | {"logprob_diff": median(gaps), "steps with an overflow": lost})
     return rows
-
-
-def skipped(history: list[dict]) -> int:
-    """How many steps had an update whose gradient was not finite."""
-    return sum("grad_norm" in one and one["grad_norm"] is None for one in history)
 
 
 def benchmark():
     """Measures all cases and records them."""
     more = {"model": ("", "folder of a model; empty: the embedded one"), "engines": ("local", "local,sglang")}
+    more["dtypes"] = ("float32,bfloat16,float16", "gradients require float32 in front")
     more |= {"prompts": (8, "prompts with 8 completions each"), "tokens": (48, "longest completion")}
     more["runs"] = ("", "folders of finished runs, with commas between them")
     flags = options(__doc__, "mismatch", **more)
-    with tempfile.TemporaryDirectory() as folder:
-        tables = {"Log-probs and gradients": measure(flags, Path(folder))}
+    tables = {}
+    if flags.engines:
+        with tempfile.TemporaryDirectory() as folder:
+            tables["Log-probs and gradients"] = measure(flags, Path(folder))
     if flags.runs:
         tables["Held-out problems solved by the embedded job"] = curves([*map(Path, flags.runs.split(","))])
     record(flags.output, tables)

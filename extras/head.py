@@ -84,7 +84,6 @@ class HeadLogprobs(torch.autograd.Function):
         learns = ctx.needs_input_grad[1]  # adapters leave the head as it is
         head_gradient = torch.zeros_like(head, dtype=torch.float32) if learns else None
         states_gradient = torch.empty_like(states)
-        product = fp32_product if ctx.options[2] else torch.mm
         for i in chunks(*states.shape):
             logps = scaled_logits(states[i], head, *ctx.options).sub_(log_sums[i, None])
             gradient = (logps + entropies[i, None]).mul_(by_entropy[i, None]).add_(by_logprob[i, None])
@@ -93,7 +92,7 @@ class HeadLogprobs(torch.autograd.Function):
             gradient = gradient.div_(ctx.options[0]).to(states.dtype)
             states_gradient[i] = gradient @ head
             if learns:
-                head_gradient += product(gradient.T, states[i])
+                head_gradient += gradient.T @ states[i]
             del logps, gradient
         return states_gradient, head_gradient.to(head.dtype) if learns else None, None, None, None, None
 
