@@ -8,6 +8,7 @@ algorithms         every row of recipes/algorithms.py, and the critics of recipe
 games              recipes/guess_number.py with and without a discount
 tools              recipes/math_python.py with and without its tool
 process_rewards    recipes/prm.py with each critic: the only reward is what a model says of each line
+formats            the embedded job in float32, bfloat16 and float16; only if named: a CPU is slow in float16
 sglang             the embedded job with SGLang on the CPU; only if named, as it requires sglang
 
 --jobs processes run at once. A table is recorded, with the curves of its runs, in assets/records/TABLE.json.
@@ -146,6 +147,14 @@ TABLES = {
         flags="--prm START --steps 25 --lr 1e-4 --critic_lr 1e-3 --gae_lambda 0.95 --eval_every 5",
         start="prm --steps 150",
     ),
+    "formats": Table(
+        rows={
+            f"--dtype {dtype}": f"train.py --dtype {dtype}" for dtype in ("float32", "bfloat16", "float16")
+        },
+        columns={**HELD_OUT, **SOLVED, "difference of a log-prob": (fmean, "logprob_diff")},
+        seeds=(0, 1, 2),
+        processes=2,
+    ),
     "sglang": Table(
         rows={f"--tp_size {size}": f"train.py --engine sglang --tp_size {size}" for size in (1, 2)},
         columns={
@@ -157,7 +166,7 @@ TABLES = {
         processes=2,
     ),
 }
-DEFAULT = [name for name in TABLES if name != "sglang"]
+DEFAULT = [name for name in TABLES if name not in ("sglang", "formats")]
 
 
 # ----------------------------------------------------------------------------- the runs -------------------
@@ -240,7 +249,7 @@ def main():
     """Reads the command line, and measures the tables that it names."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("tables", nargs="*", metavar="TABLE", help="default: all but sglang")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help="default: all but sglang and formats")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--seeds", type=int, nargs="+", help="of each run; default: those of the table")
     parser.add_argument("--steps", type=int, help="of each run, to try a table out")

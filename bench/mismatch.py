@@ -1,13 +1,12 @@
 """How far the log-probs of engine and actor differ by number format, and gradients from those in float32.
 
     python -m bench.mismatch [--model FOLDER] [--engines local,sglang] [--prompts 8] [--tokens 48]
-    python -m bench.mismatch --engines "" --runs RUN,RUN        # evaluations of finished runs alone
 
 For each dtype, without and with --fp32_logits, the engine samples 8 completions per prompt at temperature 1,
 and the actor scores the same tokens. "outside" is the share of tokens whose ratio of probabilities is not
 within 0.8 to 1.28, the default clip. Gradients are those of samples that the local engine made in float32,
-with made-up advantages. Their error is relative to the norm of float32's; "unscaled" is float16 without a loss
-scale. CPU seconds are those of the trainer's process. Each case is a process of its own.
+with made-up advantages. Their error is relative to the norm of float32's; "unscaled" is float16 without
+a loss scale. CPU seconds are those of the trainer's process. Each case is a process of its own.
 """
 
 import json
@@ -17,11 +16,9 @@ import tempfile
 import time
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from bench.learning import history_of
 from bench.measure import ROOT, embedded_flags, options, record, show
 from extras.loss_scale import LossScale
 from train import Sample, Trainer, main
@@ -110,34 +107,15 @@ def measure(flags, folder: Path) -> list[dict]:
     return rows
 
 
-def curves(runs: list[Path]) -> list[dict]:
-    """A row for each finished run: its evaluations, and its mean difference over all steps."""
-    rows = []
-    for folder in runs:
-        config = json.loads((folder / "config.json").read_text())
-        history = history_of(folder)
-        row = {"dtype": config["dtype"], "fp32 logits": config["fp32_logits"], "seed": config["seed"]}
-        scores = {f"step {one['step']}": one["eval_score"] for one in history if "eval_score" in one}
-        gaps = [one["logprob_diff"] for one in history if "logprob_diff" in one]
-        lost = sum("grad_norm" in one and one["grad_norm"] is None for one in history)
-        rows.append(row | scores | {"logprob_diff": median(gaps), "steps with an overflow": lost})
-    return rows
-
-
 def benchmark():
     """Measures all cases and records them."""
     more = {"model": ("", "folder of a model; empty: the embedded one"), "engines": ("local", "local,sglang")}
     more["dtypes"] = ("float32,bfloat16,float16", "gradients require float32 in front")
     more |= {"prompts": (8, "prompts with 8 completions each"), "tokens": (48, "longest completion")}
-    more["runs"] = ("", "folders of finished runs, with commas between them")
     flags = options(__doc__, "mismatch", **more)
-    tables = {}
-    if flags.engines:
-        with tempfile.TemporaryDirectory() as folder:
-            tables["Log-probs and gradients"] = measure(flags, Path(folder))
-    if flags.runs:
-        tables["Held-out problems solved by the embedded job"] = curves([*map(Path, flags.runs.split(","))])
-    record(flags.output, tables)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(flags, Path(folder))
+    record(flags.output, {"": rows})
 
 
 if __name__ == "__main__":

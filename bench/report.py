@@ -40,6 +40,11 @@ SECTIONS = {
         "settings were chosen on other problems than these 512. Any working trainer solves this: it shows "
         "that nothing is broken, not how large models fare.",
     ),
+    "formats": (
+        "Number formats",
+        "The embedded job in each `--dtype`. Its weights are float32, so `--dither` leaves most of them alone. "
+        "Seconds say nothing about a GPU: this CPU has no float16 units.",
+    ),
     "sglang": (
         "With SGLang on the CPU",
         "The embedded job with the real SGLang, alone and with tensor parallelism, on two cores. SGLang "
