@@ -89,7 +89,7 @@ class MismatchTrainer(Trainer):
 def measure(flags, folder: Path) -> list[dict]:
     """A row for each engine, dtype and kind of logits, measured in processes of their own."""
     common = {"prompts_per_step": flags.prompts, "max_new_tokens": flags.tokens, "group_size": GROUP}
-    common |= {"eval_data": "", "gate": "off", "steps": 1}
+    common |= {"eval_data": "", "gate": "off", "steps": 1, "updates_per_step": 1}
     if flags.model:
         common |= {"model": flags.model, "gradient_checkpointing": False}
     rows = []
