@@ -64,7 +64,7 @@ import rewards
 
 sys.modules.setdefault("train", sys.modules[__name__])  # else extras would import a script again
 GPU = torch.cuda.is_available()
-BOUND = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.05}  # largest mean |log-prob of actor - of engine|
+BOUND = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.05}  # largest mean |log-prob of actor - of engine|
 
 
 # ========================= Part I: the algorithm. 1. Config ==========================

@@ -42,8 +42,8 @@ SECTIONS = {
     ),
     "formats": (
         "Number formats",
-        "The embedded job in each `--dtype`. Its weights are float32, so `--dither` leaves most of them alone. "
-        "Seconds say nothing about a GPU: this CPU has no float16 units.",
+        "The embedded job in each `--dtype`. Its weights are float32, so `--dither` leaves most of them "
+        "alone. Seconds say nothing about a GPU: this CPU has no float16 units.",
     ),
     "sglang": (
         "With SGLang on the CPU",

@@ -163,7 +163,7 @@ def test_a_run_goes_on_after_overflows_and_resumes_to_the_bit(
 def test_the_gate_tells_float16_from_bfloat16():
     probe = gate.Gate(SimpleNamespace(config=Config(dtype="float16", device="cpu", engine="local")), None)
     assert train.BOUND["float32"] < probe.bound == train.BOUND["float16"] < train.BOUND["bfloat16"]
-    for gap, cause in ((0.8, ""), (1.2, "dtype: "), (4, "another model")):
+    for gap, cause in ((0.8, ""), (1.2, "dtype: "), (6, "another model")):
         scores = gate.Scores(torch.zeros(1), torch.zeros(1), torch.full((1,), gap * probe.bound), None)
         assert probe.weights_cause(scores).startswith(cause) and (not cause) == (
             not probe.weights_cause(scores)
