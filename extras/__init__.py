@@ -17,7 +17,7 @@ ORDER = (  # later ones wrap earlier ones
     "variants",
     "turns",
     "chat_template",
-    "lr_schedule",
+    "optimizer",
     "dither",
     "loss_scale",
     "compile",

@@ -38,7 +38,7 @@ POSITIVE = (
 ).split()
 NOT_NEGATIVE = (
     "clip_low clip_high kl_coef entropy_coef tis_cap steps warmup_steps eval_every eval_temperature "
-    "save_every reward_workers max_failures token_groups"
+    "save_every reward_workers max_failures token_groups weight_decay"
 ).split()
 FAMILIES = ("qwen2", "qwen3", "qwen3_5_text", "llama")  # Qwen2.5 is a qwen2; a qwen3_5 has a qwen3_5_text
 FIRST_ROWS = 8  # rows that are turned into prompts before the run starts
@@ -89,6 +89,8 @@ def check_config(config):
             raise UserError(f"--{name} must be above 0 and finite, not {value}")
         if name in NOT_NEGATIVE and not 0 <= value < math.inf:
             raise UserError(f"--{name} must be 0 or more and finite, not {value}")
+        if name in ("adam_beta1", "adam_beta2") and not 0 <= value < 1:
+            raise UserError(f"--{name} must be at least 0 and below 1, not {value}")
     if not 0 <= config.seed < 2**32:
         raise UserError(f"--seed must be from 0 to 4294967295 (2**32 - 1), not {config.seed}")
     if config.group_size < 2 and getattr(config, "compares_groups", True):  # a recipe may say otherwise

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from extras import checkpoint as module
-from extras import lr_schedule, monitor, updates, variants
+from extras import monitor, optimizer, updates, variants
 from extras.checkpoint import (
     Lock,
     Stop,
@@ -59,7 +59,7 @@ def make(*arguments):
         mesh = alone()
         patch.setattr(train, "init_distributed", lambda config: mesh)
         patch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
-        trainer_class = updates.extend(lr_schedule.extend(variants.extend(monitor.extend(train.Trainer))))
+        trainer_class = updates.extend(optimizer.extend(variants.extend(monitor.extend(train.Trainer))))
         trainer_class = module.extend(trainer_class)
         config = parse_flags(Config, sys.argv[1:])
         return trainer_class(config, train.RLDataset, reward_fn, None)
