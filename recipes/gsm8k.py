@@ -57,6 +57,7 @@ class GSM8KConfig(Config):
 class GSM8KDataset(RLDataset):
     """Rows of question and answer, with one prompt for both protocols."""
 
+    prompt = PROMPT
     protocol = "tapeagents"
 
     def __getitem__(self, index: int) -> Sample:
@@ -64,7 +65,7 @@ class GSM8KDataset(RLDataset):
         if not row.get("question") or row.get("answer") is None:
             raise UserError(f"--data {self.source}: row {index} needs question and answer")
         row["protocol"] = self.protocol
-        return Sample([{"role": "user", "content": PROMPT.format(row["question"])}], row)
+        return Sample([{"role": "user", "content": self.prompt.format(row["question"])}], row)
 
 
 def reward_fn(sample: Sample) -> float:
