@@ -5,10 +5,11 @@
     python -m tools.mutants FOLDER run --number 300     # resumes where it was stopped
     python -m tools.mutants FOLDER report
 
-cosmic-ray makes the mutants, in copies of the last commit under FOLDER, and keeps their results there. Places are
-drawn with --seed, from each file in proportion to how many it has, and then one mutation at each. A mutant gets
-only the tests that reached its statement, in pytest's process or in one that a test started; what a fixture of
-several tests reached counts for each of them. A statement that runs at import gets all tests of its file.
+cosmic-ray makes the mutants, in copies of the last commit under FOLDER, and keeps their results there. Places
+are drawn with --seed, from each file in proportion to how many it has, and then one mutation at each. A
+mutant gets only the tests that reached its statement, in pytest's process or in one that a test started; what
+a fixture of several tests reached counts for each of them. A statement that runs at import gets all tests
+that reach its file.
 
 --stage slow and --stage sglang (in the environment of .ci/sglang_cpu/install) have maps of their own, and run
 what survived the stages before.
@@ -155,7 +156,7 @@ class Map:
 
 # ---- The mutants ------------------------------------------------------------------------------------------
 def draw(items: list, number: int, seed: int) -> list:
-    """So many mutants (cosmic-ray's work items), from each file in proportion to its places, one per place."""
+    """So many of cosmic-ray's work items: at most one per place, and files in proportion to their places."""
     generator = random.Random(seed)
     places = defaultdict(list)
     for item in items:
