@@ -11,7 +11,7 @@ Replies are not trained: their mask is 0. recipes/guess_number.py is a complete 
 
 from dataclasses import dataclass
 
-from train import Sample, UserError, call, flag, rollout
+from train import Sample, Trainer, UserError, call, flag, rollout
 
 HEADER = "<|im_start|>assistant\n"  # of the policy's turn, at the end of a reply
 
@@ -28,7 +28,9 @@ def opening(tokenizer, messages: list[dict]) -> str:
 
 
 def extend(trainer_class: type) -> type:
-    """A trainer with these episodes."""
+    """A trainer with these episodes, unless it has some of its own."""
+    if trainer_class.play is not Trainer.play:
+        return trainer_class
 
     class TurnsTrainer(trainer_class):
         def __init__(self, config, *arguments):
