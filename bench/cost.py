@@ -59,10 +59,10 @@ def print_result(result):
     dist.destroy_process_group()
 
 
-def make_trainer(folder: str, **flags) -> train.Trainer:
-    """The trainer of the embedded job, with all extras that are there; its engine has the weights."""
+def make_trainer(folder: str, config_class=train.Config, trainer_class=train.Trainer, **flags):
+    """A trainer of the embedded job, with all extras that are there; its engine has the weights."""
     sys.argv = ["train.py"]  # some extras read it
-    config_class, trainer_class = extras.extend(train.Config, train.Trainer)
+    config_class, trainer_class = extras.extend(config_class, trainer_class)
     flags = {"eval_every": 0, "output_dir": f"{folder}/run", "lr": 1e-9} | flags
     config = train.parse_flags(config_class, embedded_flags(**flags))
     trainer = trainer_class(config, train.RLDataset, train.reward_fn, None)

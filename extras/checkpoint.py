@@ -8,7 +8,9 @@ RUN/checkpoint-STEP, and none of its files can execute code when loaded:
     model/                the same weights as a Hugging Face folder
 
 It is written as RUN/partial and renamed once it is complete and synced to disk. It holds every train.Actor
-among the trainer's attributes: the policy, and what a recipe trains beside it, for example a critic.
+among the trainer's attributes: the policy, and what a recipe trains beside it, for example a critic. A recipe
+that carries more from step to step has two methods: carried() returns it as JSON, as a copy that later steps
+do not change, and restore_carried(parts) gets what all ranks have returned, or None.
 """
 
 import argparse
@@ -260,6 +262,8 @@ def save_checkpoint(run: Path, state: dict, actors: dict[str, Actor], export):
         return
     states = [None] * dist.get_world_size()
     dist.all_gather_object(states, state["random"])
+    carried = [None] * dist.get_world_size()
+    dist.all_gather_object(carried, state.get("carried"))
     updates = {owner: actor.scheduler.last_epoch for owner, actor in actors.items()}
     scales = {owner: vars(scale) for owner, scale in loss_scales(actors).items()}
     try:
@@ -272,7 +276,7 @@ def save_checkpoint(run: Path, state: dict, actors: dict[str, Actor], export):
         writer = dcp.HuggingFaceStorageWriter(str(partial / "state"), save_distributed=True)
         dcp.save(named_tensors(actors), storage_writer=writer)
         if is_first:
-            numbers = {"random": states, "updates": updates, "loss_scales": scales}
+            numbers = {"random": states, "updates": updates, "loss_scales": scales, "carried": carried}
             write_state(partial, state | numbers, run)
             partial.rename(target)
             sync(run)
@@ -467,6 +471,8 @@ class Resumable:
             tqdm.write(f"{checkpoint}: {rest} after step {state['step']} of {self.config.steps}")
         self.prompts_drawn = state["prompts_drawn"]
         self.prompts = islice(self.prompts, self.prompts_drawn, None)
+        if hasattr(self, "restore_carried"):
+            self.restore_carried(state.get("carried"))
         self.remember(state["step"])
         self.saved_state["version"] = state["version"]
         self.engine.version = state["version"] - 1  # the first push sends these weights again
@@ -479,6 +485,7 @@ class Resumable:
             "prompts_drawn": self.prompts_drawn,
             "version": self.engine.version,
             "random": random_states(),
+            "carried": self.carried() if hasattr(self, "carried") else None,
             "log": {path.name: path.stat().st_size for path in logs},
             "wandb": self.wandb_id,
             "flags": asdict(self.config),

@@ -1,8 +1,8 @@
 """The engine for CPUs, and for GPUs without SGLang: samples in the trainer's process, with its own copy.
 
-It offers what `SGLangEngine` in train.py offers: generate, sleep, push, close, `loop` and `share`. The layers
-are those of transformers; the key-value cache, the attention over it and the decoding loop are written for
-speed on a CPU.
+It offers what `SGLangEngine` in train.py offers: generate, sleep, push, close, `loop` and `local_prompts`.
+`abort` ends a rollout early. The layers are those of transformers; the key-value cache, the attention over it
+and the decoding loop are written for speed on a CPU.
 
 Sizes: B sequences, t new tokens, T tokens in all, V vocabulary.
 """
@@ -110,8 +110,10 @@ class Request:
     """A completion to sample, and the future that receives it."""
 
     ids: np.ndarray  # [T] int32, the prompt
-    kind: tuple[float, int]  # temperature and largest number of tokens, the same for all of a wave
+    temperature: float  # the same for all of a wave
+    limit: int  # largest number of new tokens
     seed: int
+    drawn: int  # random numbers of the seed that earlier parts of the completion have used
     future: asyncio.Future
 
 
@@ -133,6 +135,7 @@ class LocalEngine:
         self.device = config.device
         self.max_new_tokens = config.max_new_tokens
         self.waiting = []
+        self.is_aborted = False  # whether the running wave ends after its next token
         self.server = None  # the task that decodes the waiting requests
         dtype = getattr(torch, config.dtype)
         found = AutoConfig.from_pretrained(path)
@@ -149,31 +152,44 @@ class LocalEngine:
         """The prompts of the tensor-parallel group that this rank plays: every rank its part."""
         return prompts[self.rank :: self.ranks]
 
-    async def generate(self, ids, temperature: float, seed: int, max_new_tokens: int | None = None):
+    async def generate(
+        self, ids, temperature: float, seed: int, max_new_tokens: int | None = None, drawn: int = 0
+    ):
         """Samples one completion of the prompt `ids` [T], an int32 array, with the weights of the last push.
 
         Returns its ids [t] (int32) including the stop id, their log-probs [t] (float32), the version of the
-        weights, and whether it was cut off at `max_new_tokens`, which defaults to --max_new_tokens.
+        weights, and whether it was cut off: at `max_new_tokens`, which defaults to --max_new_tokens, or by
+        `abort`. If `ids` ends with the first `drawn` tokens of an aborted completion, they continue it.
         """
         prompt = np.ascontiguousarray(ids, np.int32)  # equal prompts have equal bytes
-        kind = (temperature, max_new_tokens or self.max_new_tokens)
-        request = Request(prompt, kind, seed, self.loop.create_future())
+        limit = max_new_tokens or self.max_new_tokens
+        request = Request(prompt, temperature, limit, seed, drawn, self.loop.create_future())
         self.waiting.append(request)
         if self.server is None or self.server.done():
             self.server = self.loop.create_task(self.serve())
         return await request.future
 
+    def abort(self):
+        """Cuts off all requests: after their next token, or at once if they are still waiting."""
+        self.is_aborted = True
+        for request in self.waiting:
+            if not request.future.done():
+                request.future.set_result(
+                    (np.zeros(0, np.int32), np.zeros(0, np.float32), self.version, True)
+                )
+        self.waiting = []
+
     async def serve(self):
         """Decodes wave after wave until nobody waits; an error reaches everyone in its wave."""
         await asyncio.sleep(0)  # lets requests that are about to come join the first wave
         while self.waiting:
-            kind = self.waiting[0].kind
-            alike = [request for request in self.waiting if request.kind == kind]
-            others = [request for request in self.waiting if request.kind != kind]
+            temperature = self.waiting[0].temperature
+            alike = [request for request in self.waiting if request.temperature == temperature]
+            others = [request for request in self.waiting if request.temperature != temperature]
             wave = alike[: self.wave_size]
             self.waiting = alike[self.wave_size :] + others
             try:
-                await self.decode(wave, *kind)
+                await self.decode(wave, temperature)
             except Exception as error:
                 for request in wave:
                     if not request.future.done():
@@ -225,10 +241,13 @@ class LocalEngine:
         cache.keep(rows)
         return logits[rows], positions[rows, -1:], bias[rows, :, -1:], cache
 
-    async def decode(self, wave: list[Request], temperature: float, limit: int):
-        """Samples B completions of at most `limit` tokens. A finished one resolves its future and leaves."""
+    async def decode(self, wave: list[Request], temperature: float):
+        """Samples B completions. A finished one resolves its future and leaves."""
+        self.is_aborted = False
         logits, positions, bias, cache = self.prefill([request.ids for request in wave])
-        uniforms = uniforms_of([request.seed for request in wave], limit).to(self.device)  # [limit, B]
+        limits = np.array([request.limit for request in wave])  # [B]
+        limit = limits.max()
+        uniforms = uniforms_of(wave, limit).to(self.device)  # [limit, B]
         all_ids = np.empty((len(wave), limit), np.int32)
         all_logprobs = np.empty((len(wave), limit), np.float32)
         batch = np.arange(len(wave))  # which request each row belongs to
@@ -240,7 +259,7 @@ class LocalEngine:
             all_ids[batch, t] = new_ids
             all_logprobs[batch, t] = logprobs.cpu().numpy()
             stopped = is_stop[new_ids]
-            finished = stopped | (t == limit - 1)
+            finished = stopped | (t == limits[batch] - 1) | self.is_aborted
             if finished.any():
                 for row in finished.nonzero()[0]:
                     i = batch[row]
@@ -287,8 +306,11 @@ class LocalEngine:
 Engine = LocalEngine  # the name by which train.py finds it
 
 
-def uniforms_of(seeds: list[int], count: int) -> torch.Tensor:
-    """`count` uniform numbers from each of B seeds, [count, B]."""
+def uniforms_of(wave: list[Request], count: int) -> torch.Tensor:
+    """The next `count` uniform numbers of each of B requests, [count, B]."""
     generator = torch.Generator()
-    columns = [torch.rand(count, generator=generator.manual_seed(seed)) for seed in seeds]
+    columns = []
+    for request in wave:
+        generator.manual_seed(request.seed)
+        columns.append(torch.rand(request.drawn + count, generator=generator)[request.drawn :])
     return torch.stack(columns, 1)

@@ -150,6 +150,28 @@ def test_a_cancelled_request_leaves_its_neighbors_alone(tmp_path, tokenizer):
         assert answers[seed][0].tolist() == sample(engine, [(prompt, seed)])[0][0].tolist()
 
 
+def test_an_abort_returns_what_there_is_and_nothing_for_those_that_still_wait(tmp_path, tokenizer):
+    engine = make_engine(random_model(tmp_path), tokenizer)
+    engine.stops = {None}
+    engine.wave_size = 1
+    prompt = np.array([1, 2, 3], np.int32)
+
+    async def aborted():
+        tasks = [asyncio.ensure_future(engine.generate(prompt, 1.0, seed)) for seed in (4, 5)]
+        for _ in range(9):
+            await asyncio.sleep(0)
+        engine.abort()
+        return await asyncio.gather(*tasks)
+
+    begun, waited = engine.loop.run_until_complete(aborted())
+    ((whole, *_),) = sample(engine, [(prompt, 4)])  # an abort does not end later requests
+    assert 1 < len(begun[0]) < 9 and begun[0].tolist() == whole[: len(begun[0])].tolist() and len(whole) == 24
+    assert len(waited[0]) == len(waited[1]) == 0 and begun[3] is waited[3] is True
+    done = len(begun[0])
+    rest = engine.generate(np.append(prompt, begun[0]), 1.0, 4, 24 - done, done)
+    assert engine.loop.run_until_complete(rest)[0].tolist() == whole[done:].tolist()
+
+
 def test_close_ends_a_wave_that_was_dropped(tmp_path, tokenizer):
     engine = make_engine(random_model(tmp_path), tokenizer)
 

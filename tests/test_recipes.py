@@ -435,4 +435,9 @@ def test_recipes_are_short_and_say_how_to_run_them():
         assert len(text.splitlines()) <= (200 if path.stem in ("algorithms", "formulas", "trainer") else 180)
         if "    main(" in text:
             assert f"-m recipes.{path.stem}" in importlib.import_module(f"recipes.{path.stem}").__doc__
-            assert path.stem in {*RECIPES, "ppo", "one_step_off"}  # which have tests of their own
+            assert path.stem in {
+                *RECIPES,
+                "ppo",
+                "one_step_off",
+                "partial_rollouts",
+            }  # which have tests of their own
