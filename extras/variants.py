@@ -97,7 +97,9 @@ def extend(trainer_class: type) -> type:
 
         def micro_batches(self, samples: list[Sample]) -> list:
             """Micro-batches with the weights of --aggregation."""
-            self.trains_all = bool(self.config.kl_coef or self.config.entropy_coef)
+            self.trains_all = bool(
+                trainer_class.trains_all or self.config.kl_coef or self.config.entropy_coef
+            )
             batches = super().micro_batches(samples)
             if self.config.aggregation != "sequence":
                 self.change_weights(samples, batches)
