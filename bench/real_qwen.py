@@ -12,6 +12,8 @@ The rows are made here, and no held-out row is trained on. Evaluations are greed
 also sample four completions per row (eval_sampled). Any of the --lora_ flags switches to recipes/lora.py and
 its tenfold learning rate. --control True trains on the coin of bench/learning.py: nothing must climb.
 
+--teacher FOLDER switches to recipes/distill.py, in which no reward is trained on.
+
 --summarize records finished runs, also those of recipes/gsm8k.py, in a table per task: each run is named by
 its flags, seconds are the median over its steps, and memory is the peak of any step.
 """
@@ -28,6 +30,7 @@ from typing import Literal
 
 from bench.learning import CoinTrainer, curve, history_of, summary
 from bench.measure import RECORDS, record, show
+from recipes.distill import Distill, DistillConfig
 from recipes.lora import LoRAConfig, LoRATrainer
 from train import Config, RLDataset, Sample, Trainer, flag, main, reduce_over
 
@@ -103,7 +106,7 @@ def configured(parent: type) -> type:
         def __post_init__(self):
             self.data = f"{self.task}:train"
             self.eval_data = f"{self.task}:test"
-            if parent is LoRAConfig:
+            if parent is not Config:
                 super().__post_init__()
 
     return RealConfig
@@ -133,11 +136,15 @@ def evaluating(parent: type) -> type:
 def train_model():
     """Trains with the flags of the command line."""
     words = " ".join(sys.argv)
-    lora = "--lora_" in words
-    trainer = evaluating(LoRATrainer if lora else Trainer)
+    parent, trainer = Config, Trainer
+    if "--lora_" in words:
+        parent, trainer = LoRAConfig, LoRATrainer
+    if "--teacher" in words:
+        parent, trainer = DistillConfig, Distill
+    trainer = evaluating(trainer)
     if re.search(r"--control[ =]True", words):
         trainer = type("ControlTrainer", (CoinTrainer, trainer), {})
-    main(configured(LoRAConfig if lora else Config), TaskDataset, score, trainer=trainer)
+    main(configured(parent), TaskDataset, score, trainer=trainer)
 
 
 # ----------------------------------------------------------------------------- finished runs --------------
@@ -146,6 +153,7 @@ def name_of(config: dict) -> str:
     parts = [
         f"LoRA r {config['lora_rank']}" if "lora_rank" in config else "full",
         "coin" if config.get("control") else "",
+        f"taught by {Path(config['teacher']).name}" if "teacher" in config else "",
         "" if config["engine"] == "local" else f"SGLang, tp {config['tp_size']}",
         config["dtype"] if config["dtype"] != "bfloat16" else "",
         "" if config["dither"] else "no dither",

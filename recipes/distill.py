@@ -78,10 +78,14 @@ class Distill(Trainer):
         super().__init__(config, *arguments)
         if self.servers:
             self.engine.loop.run_until_complete(self.servers.check(config))
-            return
+        else:
+            self.add_teacher(path)
+
+    def add_teacher(self, path: str):
+        """Loads the teacher of a folder."""
         student = self.actor.model
         add_states(student)
-        self.teacher = load_teacher(path, self.mesh, config, self.engine.vocab_size)
+        self.teacher = load_teacher(path, self.mesh, self.config, self.engine.vocab_size)
         if hasattr(student, "head_logprobs"):  # extras/head.py; the same rounding on both sides
             self.teacher.head_logprobs = student.head_logprobs
 

@@ -23,9 +23,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import train
 from extras import servers as extra
 from extras.servers import Server, ServerEngine, parse_response, parse_urls
+from recipes.distill import DistillConfig
+from recipes.teacher import TeacherServers
+from recipes.trainer import add_column
 from tests.conftest import TINY, Config, run
 from tests.real_sglang import ON_CPU, SGLANG_ENVIRONMENT, STUBS, wait_for
-from train import UserError
+from train import Sample, UserError
 
 CPU = Config(device="cpu", dtype="float32", engine="local")
 
@@ -335,6 +338,32 @@ def token_logprobs(model, prompt: list[int], ids: list[int]) -> torch.Tensor:
     whole = torch.tensor([*prompt, *ids])
     logprobs = torch.log_softmax(model(whole[None, :-1]).logits[0], -1)
     return logprobs.gather(1, whole[1:, None])[len(prompt) - 1 :, 0]
+
+
+@pytest.mark.sglang
+def test_servers_score_the_tokens_of_a_student(servers, columns):
+    """For recipes/distill.py: the log-probs are the model's, and the server names its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    config = DistillConfig(model=str(TINY), teacher=",".join(servers), engine="local", device="cpu")
+    add_column("teacher_logprob")
+    teacher = TeacherServers(config)
+    samples = [Sample([], {}) for _ in range(4)]
+    prompt = [5, 6, 7]
+    for i, sample in enumerate(samples):
+        sample.append(prompt)
+        sample.append(range(20 + i, 60), mask=1)
+
+    async def score():
+        await teacher.check(config)
+        await asyncio.gather(*[teacher.score(sample) for sample in samples])
+        await asyncio.gather(*[server.session.close() for server in teacher.servers])
+
+    asyncio.run(score())
+    for sample in samples:
+        found = torch.from_numpy(sample.tokens["teacher_logprob"].copy())
+        expected = token_logprobs(model, prompt, sample.tokens["id"][3:].tolist())
+        assert found[:3].tolist() == [0, 0, 0]
+        torch.testing.assert_close(found[3:], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.sglang
