@@ -6,6 +6,7 @@ import sys
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ import train
 from extras import checks, head, offload, shared_prompts
 from extras.servers import Server
 from recipes.distill import Distill, DistillConfig
-from recipes.teacher import full_scores, load_teacher
+from recipes.teacher import full_scores, head_part, load_teacher
 from tests.conftest import (
     TEMPERATURE,
     TINY,
@@ -139,6 +140,16 @@ def test_divergences_are_exact_and_made_in_chunks(mesh, monkeypatch, kd_loss):
     expected = torch.autograd.grad((weights * divergence).sum() + chosen.sum(), exact)
     for value, gradient in zip(gradients, expected):
         torch.testing.assert_close(value.double(), gradient, rtol=1e-4, atol=2e-6)
+
+
+def test_parts_of_heads_face_the_same_ids():
+    """A teacher of 10 rows beside a student of 12 on two ranks."""
+    weight = torch.arange(10.0)[:, None]
+    teacher = SimpleNamespace(lm_head=SimpleNamespace(weight=weight))
+    parts = [head_part(teacher, 6, SimpleNamespace(get_local_rank=lambda: rank)) for rank in (0, 1)]
+    assert torch.cat(parts).flatten().tolist() == [*range(10), 0, 0]
+    weight.zero_()  # as if FSDP had freed it
+    assert parts[0][5] == 5
 
 
 def test_the_sampled_loss_has_the_gradient_of_the_reverse_divergence_in_expectation(mesh, models):
