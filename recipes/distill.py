@@ -89,6 +89,11 @@ class Distill(Trainer):
         if hasattr(student, "head_logprobs"):  # extras/head.py; the same rounding on both sides
             self.teacher.head_logprobs = student.head_logprobs
 
+    def fit(self):
+        super().fit()
+        if self.servers:
+            self.engine.loop.run_until_complete(self.servers.close())
+
     def rollout(self) -> list[Sample]:
         self.is_training = True
         samples = super().rollout()

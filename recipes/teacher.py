@@ -67,6 +67,12 @@ class TeacherServers:
             raise ConnectionError("--teacher: a server returned log-probs of other tokens")
         sample.tokens["teacher_logprob"][first:] = [token[0] for token in scored]
 
+    async def close(self):
+        """Ends the connections."""
+        for server in self.servers:
+            if server.session:
+                await server.session.close()
+
 
 def hidden_states(model, batch) -> torch.Tensor:
     """The last hidden states [N, H], which predict a batch's targets."""

@@ -356,7 +356,7 @@ def test_servers_score_the_tokens_of_a_student(servers, columns):
     async def score():
         await teacher.check(config)
         await asyncio.gather(*[teacher.score(sample) for sample in samples])
-        await asyncio.gather(*[server.session.close() for server in teacher.servers])
+        await teacher.close()
 
     asyncio.run(score())
     for sample in samples:
