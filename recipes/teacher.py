@@ -15,6 +15,8 @@ import train
 from extras import checks, servers, watchdog
 from train import Sample, UserError
 
+CHUNK_ELEMENTS = 2**23  # logits of one model that exist at once, forward and backward
+
 
 def check_tokenizer(config, path: str):
     """Raises UserError unless the teacher's tokenizer in a folder maps texts to the student's ids."""
@@ -150,7 +152,7 @@ def full_scores(student, teacher, targets, kd_loss: str, temperature: float, voc
         divergence = reverse if kd_loss == "reverse" else forward
         return chosen - total.log(), total.log() - weighted / total, divergence
 
-    chunk = max(128, 2**23 // len(head))  # tokens whose logits of both exist at once
+    chunk = max(128, CHUNK_ELEMENTS // len(head))  # tokens whose logits of both exist at once
     scores = []
     for part in zip(states.split(chunk), teacher_states.split(chunk), targets.split(chunk)):
         scores.append(checkpoint(score, *part, use_reentrant=False, preserve_rng_state=False))
