@@ -52,8 +52,7 @@ from datasets import ReadInstruction, load_dataset
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, distribute_module, parallel
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention import bias, varlen
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint
 from tqdm.asyncio import tqdm
@@ -221,9 +220,10 @@ async def rollout(sample: Sample, engine, tokenizer, config: Config, temperature
 def group_advantages(scores: torch.Tensor, group_size: int) -> torch.Tensor:
     """Rewards [B] of whole groups -> advantages [B]: each completion against its own group."""
     groups = scores.view(-1, group_size)
-    std, mean = torch.std_mean(groups, dim=1, keepdim=True)
+    centered = groups - groups.mean(dim=1, keepdim=True)
+    variance = centered.square().sum(dim=1, keepdim=True) / (group_size - 1)
     all_equal = (groups == groups[:, :1]).all(dim=1, keepdim=True)  # else rounding leaves an advantage
-    return ((groups - mean) / (std + 1e-6)).masked_fill(all_equal, 0.0).flatten()
+    return (centered / (variance.sqrt() + 1e-6)).masked_fill(all_equal, 0.0).flatten()
 
 
 def set_weights(samples: list[Sample], batch_size: float):
@@ -344,12 +344,12 @@ def packed_attention(module, query, key, value, mask, scaling, bounds, keys, key
     if query.is_cuda and query.dtype != torch.float32:  # a single kernel, for 16-bit types only
         q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
         shared["window_size"] = (-1, 0)  # causal: the last query of a sample sees its last key
-        return varlen_attn(q, k, v, bounds, key_bounds, longest, longest, **shared)[None], None
+        return varlen.varlen_attn(q, k, v, bounds, key_bounds, longest, longest, **shared)[None], None
     lengths = bounds.diff().tolist()
     key_lengths = key_bounds.diff().tolist()
     outputs = []
     for q, k, v in zip(query.split(lengths, 2), key.split(key_lengths, 2), value.split(key_lengths, 2)):
-        causal = causal_lower_right(q.shape[2], k.shape[2])
+        causal = bias.causal_lower_right(q.shape[2], k.shape[2])
         outputs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=causal, **shared))
     return torch.cat(outputs, dim=2).transpose(1, 2), None
 

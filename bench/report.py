@@ -86,6 +86,8 @@ SECTIONS = {
     ),
 }
 
+ELSEWHERE = ("mismatch",)  # records whose figures are in the text of another page
+
 
 # ------------------------------------------------------------------------------- the page -----------------
 def wrap(text: str) -> str:
@@ -148,7 +150,7 @@ def render(folder: Path = RECORDS) -> str:
     facts = f"Unless a section says otherwise: {facts_of(usual, FACTS)}."
     parts = ["# Results", wrap(f"{INTRODUCTION.rstrip()}\n{facts}")]
     for name in dict.fromkeys([*SECTIONS, *records]):
-        if name in records:
+        if name in records and name not in ELSEWHERE:
             parts.append(section(name, records[name], usual))
     return "\n\n".join(parts) + "\n"
 

@@ -191,6 +191,7 @@ def test_loss_and_gradient_are_the_plain_ones(mesh, models, kd_loss):
     agree(update(*models, some_samples(), mesh, **flags), plain(*models, some_samples(), kd_loss))
 
 
+@pytest.mark.slow
 def test_ranks_and_tensor_parallelism_change_nothing(models, tmp_path):
     done = run("-m", "tests.test_distill", *models, tmp_path, processes=4)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -90,7 +90,7 @@ def test_the_gpu_kernel_is_asked_for_what_the_cpu_computes(monkeypatch):
             parts.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         return torch.cat(parts)
 
-    monkeypatch.setattr(train, "varlen_attn", plain_varlen)
+    monkeypatch.setattr(train.varlen, "varlen_attn", plain_varlen)
     q, k, v = (torch.randn(1, heads, 12, 8).bfloat16() for heads in (4, 2, 2))
     options = {"mask": None, "scaling": 0.3, "longest": 9, "keys": [*range(5), 0, 1, *range(5, 12)]}
     options["bounds"] = torch.tensor([0, 4, 5, 12], dtype=torch.int32)

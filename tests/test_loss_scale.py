@@ -141,7 +141,8 @@ def fit(trainer_class, config_class, *arguments, value: float = 0):
 
 
 @pytest.mark.parametrize(
-    "trainer_class, config_class", [(PPO, PPOConfig), (lora.LoRATrainer, lora.LoRAConfig)]
+    "trainer_class, config_class",
+    [pytest.param(PPO, PPOConfig, marks=pytest.mark.slow), (lora.LoRATrainer, lora.LoRAConfig)],
 )
 @pytest.mark.usefixtures("columns")
 def test_a_run_goes_on_after_overflows_and_resumes_to_the_bit(

@@ -187,11 +187,13 @@ def fake_kernels(layer, qkv, decay, beta, bounds, longest) -> torch.Tensor:
 @contextmanager
 def fake_machine(recorder: Recorder, mode: FakeTensorMode):
     """Runs train.py's code for GPUs on fake tensors."""
-    attention = train.packed_attention
 
-    def gpu_attention(*args, **options):
-        with patch.object(FakeTensor, "is_cuda", True):  # selects the branch for GPUs
-            return attention(*args, **options)
+    def on_gpu(function):
+        def branch_for_gpus(*args, **options):
+            with patch.object(FakeTensor, "is_cuda", True):
+                return function(*args, **options)
+
+        return branch_for_gpus
 
     def quiet(propagator, *args, **options):  # DTensor computes shapes with whole tensors of its own
         kept = vars(recorder).copy()
@@ -231,7 +233,8 @@ def fake_machine(recorder: Recorder, mode: FakeTensorMode):
             elif method:
                 stack.enter_context(patch.object(DeviceMesh, name, outside_of_fake(method)))
         for owner, name, substitute in (
-            (train, "packed_attention", gpu_attention),
+            (train, "packed_attention", on_gpu(train.packed_attention)),
+            (head, "fp32_product", on_gpu(head.fp32_product)),
             (hybrid.PackedDeltaNet, "by_rows", fake_kernels),
             (model_class, "from_config", outside_of_fake(model_class.from_config)),
             (lora, "add_adapters", outside_of_fake(lora.add_adapters)),
