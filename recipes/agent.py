@@ -30,7 +30,6 @@ from subprocess import PIPE
 import numpy as np
 
 from recipes.algorithms import AlgorithmConfig
-from recipes.endpoint import Endpoint
 from recipes.guess_number import Secrets, guess_of, reward_fn
 from recipes.trainer import AlgorithmTrainer
 from train import Sample, UserError, flag, main
@@ -78,6 +77,8 @@ class AgentTrainer(AlgorithmTrainer):
     def __init__(self, config, dataset_class, reward_fn, agent):
         agent = partial(run_command, config.agent) if config.agent else agent
         super().__init__(config, dataset_class, reward_fn, agent)
+        from recipes.endpoint import Endpoint  # if aiohttp is missing, main says so in one line
+
         self.endpoint = Endpoint(self.engine, self.tokenizer, config, self.prompt_limit)
         self.engine.loop.run_until_complete(self.endpoint.listen())
 

@@ -455,11 +455,12 @@ def test_a_stage_that_crashes(monkeypatch, orphans, tmp_path, name):
     if name == "left":
         empty = json.dumps({"measured": {}, "details": {}, "problems": []})
         script = script.replace("{}", empty)
+    older = check_gpu.descendants()  # of earlier tests
     start = time.perf_counter()
     facts = run_shell(monkeypatch, tmp_path, script, 0.5 if name == "hang" else 30)
     (found,) = facts["problems"]
     assert facts["state"] == "FAILED" and found["cause"].startswith(cause), found
-    assert time.perf_counter() - start < 20 and not check_gpu.descendants()
+    assert time.perf_counter() - start < 20 and check_gpu.descendants() == older
     shown = {"killed": "exit code -9", "left": "sleep", "a defect": "KeyError: 'x' (exit code 1)"}
     assert shown.get(name, "") in found["problem"]
 

@@ -416,6 +416,7 @@ def update_memory(stage: Stage):
 # ---- SGLang alone ----------------------------------------------------------------------------------------
 def sglang(stage: Stage):
     """Start, sample, sleep, wake, push, CUDA graphs, abort, end."""
+    older = psutil.Process().children(recursive=True)
     with only_one_process_group():
         train.init_distributed(Config(engine="sglang", device=device()))
         before = used()  # by other processes, and by this one's context
@@ -476,7 +477,7 @@ def sglang(stage: Stage):
     check_abort(stage, trainer)
     probe("after an abort")
     engine.sleep()
-    processes = psutil.Process().children(recursive=True)
+    processes = [one for one in psutil.Process().children(recursive=True) if one not in older]
     engine.close()
     _, left = psutil.wait_procs(processes, GRACE)
     stage.require(not left, f"SGLang left {len(left)} processes behind")
