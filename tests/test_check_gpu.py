@@ -597,8 +597,7 @@ def test_the_real_command_on_a_machine_without_a_gpu(tmp_path):
 
 @needs_sglang
 def test_the_real_command_with_the_real_sglang(tmp_path):
-    only = "sglang,loop,loop_tp,server,resume"
-    _, stages = run_command(tmp_path, "--only", only)
-    assert {facts["state"] for facts in stages.values()} == {"ok"} and len(stages) == 5
+    _, stages = run_command(tmp_path, "--only", "sglang,loop_tp,server")
+    assert {facts["state"] for facts in stages.values()} == {"ok"} and len(stages) == 3
     assert stages["sglang"]["measured"]["aborted"].endswith("of 64")
     assert stages["loop_tp"]["measured"]["logprob_diff"] < 1e-4
