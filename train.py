@@ -16,12 +16,12 @@ Deviations from the paper: no KL term (extras/variants.py adds one), DAPO's high
 Part III is the loop: start there. Part I is the algorithm; edit `__getitem__` and `reward_fn` in section 2
 for a task of your own. Part II is the machine: skip it on a first reading.
 Sizes: B samples, G completions per prompt, T tokens, t of a part, N trained, H hidden size, V vocabulary.
-Files in extras/ add flags: chat_template.py --chat_template_kwargs, checkpoint.py --resume --save_every,
-checks.py --max_failures, compile.py --compile, details.py --token_groups, dither.py --dither, gate.py --gate,
-head.py --fp32_logits, offload.py --offload, optimizer.py --lr_schedule --adam_beta1 --adam_beta2
---weight_decay, reward_workers.py --reward_workers, shared_prompts.py --share_prompts, turns.py --max_turns,
-updates.py --updates_per_step, variants.py --normalize_std --aggregation --kl_coef --entropy_coef --tis_cap,
-wandb_log.py --wandb, watchdog.py --engine_timeout.
+Files in extras/ add flags: chat_template.py --chat_template_kwargs, checkpoint.py --resume
+--save_every, checks.py --max_failures, compile.py --compile, details.py --token_groups, dither.py
+--dither, gate.py --gate, head.py --fp32_logits, offload.py --offload, optimizer.py --lr_schedule
+--adam_beta1 --adam_beta2 --weight_decay, reward_workers.py --reward_workers, shared_prompts.py
+--share_prompts, turns.py --max_turns, updates.py --updates_per_step, variants.py --normalize_std
+--aggregation --kl_coef --entropy_coef --tis_cap, wandb_log.py --wandb, watchdog.py --engine_timeout.
 """
 
 import asyncio
